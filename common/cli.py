@@ -101,7 +101,8 @@ class Parser(argparse.ArgumentParser):
             if is_output or not isinstance(value, str | Path):
                 continue
             path = Path(str(value).removeprefix("hf:"))  # a data set that save_to_disk wrote
-            if str(value) not in self.names and path.exists():
+            # not Path.exists, which raises for a text that is too long to be a name
+            if str(value) not in self.names and os.path.exists(path):
                 inputs[_flag(action)] = path
         return inputs
 
@@ -189,6 +190,8 @@ def _writable_file(text: str, mark: bytes, content: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"{text!r} cannot be written: it is a folder, or its folder is missing or read-only"
         )
+    if path.is_file() and not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is read-only")
     if path.is_file() and path.stat().st_size > 0:
         with open(path, "rb") as file:
             is_own = mark in file.read(MARKED_BYTES)
@@ -220,7 +223,9 @@ def check_not_input(
     for input_flag, path in inputs.items():
         real_input = os.path.realpath(path)
         is_output = real_input == real_output
-        if with_content:
+        if os.path.exists(output) and os.path.exists(path):
+            is_output = os.path.samefile(output, path)  # also for a hard link
+        if with_content and not is_output:
             is_output = os.path.commonpath([real_output, real_input]) == real_output
         if is_output:
             raise UserError(

@@ -57,7 +57,7 @@ before_user_error_exit: list[Callable[[], None]] = []
 out_of_memory_help: list[Callable[[], str]] = []
 # The numbers of the signals that runtime.catch_stop_signals has noted.
 stop_signals: list[int] = []
-# What it has raised, because a signal came before training had begun.
+# What it has raised, for a signal before training had begun, and for a second Ctrl-C.
 early_stops: list[BaseException] = []
 _main_is_running = False
 
@@ -115,7 +115,7 @@ def run(main: Callable[[], int]) -> None:
 
 
 def raise_if_main_runs(error: BaseException) -> None:
-    """Raise an error from the handler of a signal, unless main has ended and the script is."""
+    """Raise an error from the handler of a signal, unless main has ended: then the script ends."""
     if _main_is_running:
         early_stops.append(error)
         raise error
@@ -215,7 +215,8 @@ def disk_message(error: BaseException) -> str | None:
 
     The error is an OSError, or that of a library, or has one as its cause.
     """
-    if isinstance(error, UserError):
+    is_of_network = type(error).__name__.startswith("Dist")  # DistNetworkError and others of torch
+    if isinstance(error, UserError | AssertionError) or is_of_network:
         return None
     if getattr(error, "errno", None) in DISK_ERRORS:
         return str(error)
@@ -230,11 +231,15 @@ def disk_message(error: BaseException) -> str | None:
 def free_space(path: Path) -> str:
     """Return how much space is free on the disk of a file or folder: "12 MiB free in runs"."""
     folder = path
-    while not folder.is_dir():
-        if folder == folder.parent:
-            return "its folder is gone"
-        folder = folder.parent
-    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free in {folder}"
+    try:
+        while not folder.is_dir():
+            if folder == folder.parent:
+                return "its folder is gone"
+            folder = folder.parent
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"its folder cannot be read: {error.strerror}"
+    return f"{free_bytes / 2**20:,.0f} MiB free in {folder}"
 
 
 @contextlib.contextmanager

@@ -3,15 +3,17 @@
 Two rules hold for every script. No other module deletes or replaces anything.
 
 1. A folder is deleted or replaced only if it holds MARK, a file that a script has written into it.
+   Then all in it goes. Old checkpoints are the exception: hashes.json in them is the mark.
 2. An output is never an input, neither by the same path nor by a link: check_not_input in
    common/cli.py. The parser of the flags checks this before anything else starts.
 
-An output appears when it is complete. Until then it has another name, which ends in .tmp.
+An output appears when it is complete. Until then it has another name, TARGET-xxxxxxxx.tmp. A folder
+that is on its way out is TARGET-xxxxxxxx.old.
 """
 
 import contextlib
-import glob
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -28,8 +30,9 @@ UNFINISHED = "unfinished"
 def complete_file(file: Path, mode: str = "w", scratch: Path | None = None) -> Iterator[IO]:
     """Open a file that appears under its name when it is complete.
 
-    Until then, and after a failure, `file` is as it was before. `scratch` is a folder on the same
-    disk for what is not complete (default: the folder of `file`).
+    Until then, and after a failure, `file` is as it was before. An older file is replaced: the
+    caller knows that it is its own. `scratch` is a folder on the same disk for what is not complete
+    (default: the folder of `file`).
     """
     folder = file.parent if scratch is None else scratch
     unfinished = folder / f".{file.name}-{uuid.uuid4().hex[:8]}.tmp"
@@ -48,10 +51,10 @@ def complete_file(file: Path, mode: str = "w", scratch: Path | None = None) -> I
 def start_folder(target: Path) -> Path:
     """Create a folder with a new name, TARGET-xxxxxxxx.tmp, and return it: see finish_folder.
 
-    Delete the folders that killed processes have left under such names. The caller makes sure that
-    no other process writes `target` now.
+    Delete what killed processes have left of `target`. The caller makes sure that no other process
+    writes `target` now.
     """
-    delete_leftovers(target.parent, f"{glob.escape(target.name)}-*.tmp")
+    delete_leftovers(target.parent, re.escape(target.name))
     unfinished = _new_name(target, ".tmp")
     unfinished.mkdir(parents=True)
     set_mark(unfinished, UNFINISHED)
@@ -61,8 +64,8 @@ def start_folder(target: Path) -> Path:
 def finish_folder(unfinished: Path, target: Path, mark: str | None = None) -> None:
     """Rename a folder that start_folder has made to `target`.
 
-    With `mark`, a folder `target` that has this mark is replaced, and the new folder has the mark,
-    too. Raise UserError if anything else is there.
+    Raise UserError if something is there, but for an empty folder. With `mark`, a folder that has
+    this mark is replaced, and the new folder has it, too.
     """
     check_replaceable(target, mark)
     if mark is not None:
@@ -71,7 +74,12 @@ def finish_folder(unfinished: Path, target: Path, mark: str | None = None) -> No
     if target.exists() and any(target.iterdir()):
         old = _new_name(target, ".old")
         target.rename(old)
-    unfinished.rename(target)  # over an empty folder, if there is one
+    try:
+        unfinished.rename(target)  # over an empty folder, if there is one
+    except OSError:
+        if old is not None:
+            old.rename(target)
+        raise
     if old is not None:
         delete(old)
     if mark is None:
@@ -79,7 +87,10 @@ def finish_folder(unfinished: Path, target: Path, mark: str | None = None) -> No
 
 
 def open_folder(folder: Path, mark: str) -> None:
-    """Create a folder whose files the script may overwrite. Raise UserError if others have any."""
+    """Create a folder whose files the script may overwrite.
+
+    Raise UserError if it holds files that the script has not written.
+    """
     if read_mark(folder) != mark:
         check_replaceable(folder, mark)
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +99,8 @@ def open_folder(folder: Path, mark: str) -> None:
 
 def move(path: Path, target: Path) -> None:
     """Rename a file or a folder to `target`. Raise UserError if something is there."""
-    check_replaceable(target, None)
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists: nothing is overwritten; move or rename it")
     path.rename(target)
 
 
@@ -142,10 +154,13 @@ def delete(folder: Path) -> None:
 
 
 def delete_replaced(folder: Path) -> None:
-    """Delete a folder that the caller knows to be its own, such as an old checkpoint.
+    """Delete a folder that the caller knows to be its own: an old checkpoint.
 
-    It is renamed first, because a folder that is half deleted must not look like a whole one.
+    It is renamed first, because a folder that is half deleted must not look like a whole one. Raise
+    UserError for a link, whose folder may be the user's.
     """
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link: its folder is not deleted")
     old = _new_name(folder, ".old")
     folder.rename(old)
     set_mark(old, UNFINISHED)
@@ -159,11 +174,16 @@ def delete_files(folder: Path, pattern: str) -> None:
             file.unlink()
 
 
-def delete_leftovers(folder: Path, pattern: str) -> None:
-    """Delete the folders with a mark whose name matches `pattern`: killed processes left them."""
-    for leftover in folder.glob(pattern):
-        if not leftover.is_symlink() and read_mark(leftover) is not None:
-            with contextlib.suppress(OSError):
+def delete_leftovers(folder: Path, name: str) -> None:
+    """Delete the folders with a mark that killed processes have left in `folder`.
+
+    They are called NAME-xxxxxxxx.tmp or .old. `name` is a regular expression for NAME.
+    """
+    for leftover in folder.iterdir():
+        is_leftover = re.fullmatch(rf"(?:{name})-[0-9a-f]{{8}}\.(?:tmp|old)", leftover.name)
+        if is_leftover and not leftover.is_symlink() and read_mark(leftover) is not None:
+            # another process may be deleting it, too
+            with contextlib.suppress(OSError, UserError):
                 delete(leftover)
 
 

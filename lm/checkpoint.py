@@ -205,8 +205,7 @@ class Run:
             raise UserError(f"{flag} cannot be used: {error}") from None
 
         # Saves and deletions that were killed leave these folders.
-        for pattern in ("step-*.tmp", "step-*.old"):
-            files.delete_leftovers(self.folder, pattern)
+        files.delete_leftovers(self.folder, r"step-\d+(-universal)?")
 
     def _check_settings(self, settings: dict, resume: bool) -> None:
         """Raise UserError if the folder belongs to a run that this one must not continue."""
@@ -332,7 +331,8 @@ class Run:
         with contextlib.suppress(OSError):
             checkpoints = [path for path in list_checkpoints(self.folder) if is_checkpoint(path)]
             for path in checkpoints[: -self.keep]:
-                files.delete_replaced(path)
+                if not path.is_symlink():  # the user has moved it, and may need it there
+                    files.delete_replaced(path)
 
 
 def start_date(args: argparse.Namespace) -> datetime:

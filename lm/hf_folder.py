@@ -78,29 +78,36 @@ def write_folder(
 
     with writing(f"a model of {total_bytes / 2**20:,.1f} MiB", folder):
         unfinished = runtime.on_rank0(partial(files.start_folder, folder))
-        for file, names in names_by_file.items():
-            tensors_of_file = {}
-            for name in names:
-                tensor = read(name)
-                if runtime.is_rank0():
-                    tensors_of_file[name] = tensor.cpu().contiguous()
-            save = partial(save_file, tensors_of_file, unfinished / file, metadata={"format": "pt"})
-            runtime.on_rank0(save)
-        runtime.on_rank0(finish)
+        try:
+            for file, names in names_by_file.items():
+                of_file = {}
+                for name in names:
+                    tensor = read(name)
+                    if runtime.is_rank0():
+                        of_file[name] = tensor.cpu().contiguous()
+                save = partial(save_file, of_file, unfinished / file, metadata={"format": "pt"})
+                runtime.on_rank0(save)
+            runtime.on_rank0(finish)
+        except BaseException:
+            # Of a disk that is full, for example: the files would only take room.
+            if runtime.is_rank0() and unfinished.exists():
+                files.delete(unfinished)
+            raise
 
 
 def _assign_to_files(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
     """Return the names of the tensors in each file. A new file starts every LARGEST_FILE bytes."""
-    names_by_number: dict[int, list[str]] = {}
-    bytes_before = 0
+    files_of_names: list[list[str]] = []
+    filled = LARGEST_FILE
     for name, tensor in tensors.items():
-        number = 1 + int(bytes_before // LARGEST_FILE)
-        names_by_number.setdefault(number, []).append(name)
-        bytes_before += tensor.nbytes
-    last = max(names_by_number)
+        if filled >= LARGEST_FILE:
+            files_of_names.append([])
+            filled = 0
+        files_of_names[-1].append(name)
+        filled += tensor.nbytes
     names_by_file = {}
-    for number, names in names_by_number.items():
-        names_by_file[f"model-{number:05d}-of-{last:05d}.safetensors"] = names
+    for number, names in enumerate(files_of_names, 1):
+        names_by_file[f"model-{number:05d}-of-{len(files_of_names):05d}.safetensors"] = names
     return names_by_file
 
 

@@ -191,6 +191,7 @@ def test_a_model_that_does_not_fit_on_the_disk(tmp_path):
     more = ["--adapters", 0, "--keep", 0, "--save-dtype", "fp32"]
     result = run(limited, tmp_path, *flags, *more)
     assert_refused(result, str(tmp_path / "run/model"), "MiB free", "File too large")
+    assert not list((tmp_path / "run").glob("model*"))  # no half of it takes room
 
 
 # Exceptions of libraries whose disk is full, as they raise them

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,12 +106,18 @@ def test_what_the_user_has_set_aside_stays(tmp_path):
     exp = tmp_path / "exp"
     (exp / "step-00000002").rename(exp / "step-00000002.old")
     (exp / "step-00000001").rename(exp / "step-00000001.tmp")
+    moved = tmp_path / "moved"  # to another disk: a link is left
+    shutil.copytree(exp / "step-00000001.tmp", moved)
+    (exp / "step-00000001").symlink_to(moved)
     (exp / "step-00000009").mkdir()  # no checkpoint: a folder of the user's
     (exp / "step-00000009/notes.txt").write_text("keep", encoding="utf-8")
     (exp / "step-00000002.txt").write_text("keep", encoding="utf-8")
     before = contents(exp)
+    moved_before = contents(moved)
 
     result = run(TRAIN, tmp_path, *flags, "--keep", 1, "--resume")
+    assert result.code == 0, result
+    assert contents(moved) == moved_before
     names = ("step-00000002.old", "step-00000001.tmp", "step-00000002.txt")
     after = contents(exp)
     for name, content in before.items():
@@ -207,14 +214,19 @@ def test_prepare_data_deletes_no_text(tmp_path):
 
 def test_convert_deletes_no_folder_beside_its_target(tmp_path):
     base = base_model(tmp_path / "base")
-    (tmp_path / "out.tmp").mkdir()
-    (tmp_path / "out.tmp/notes.txt").write_text("keep", encoding="utf-8")
+    # of the user, and of a conversion to another target that goes on now
+    for name in ("out.tmp", "out-hf-01234567.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("keep", encoding="utf-8")
+    (tmp_path / "out-hf-01234567.tmp/.made-by-script").write_text("unfinished", encoding="utf-8")
+    (tmp_path / "out-89abcdef.tmp").mkdir()  # of one to this target that was killed
+    (tmp_path / "out-89abcdef.tmp/.made-by-script").write_text("unfinished", encoding="utf-8")
     result = run(CONVERT, tmp_path, base, "out", "--to", "pt")
     assert result.code == 0, result
     result = run(CONVERT, tmp_path, "out", "hf", "--to", "hf", "--model", base)
     assert result.code == 0, result
-    assert (tmp_path / "out.tmp/notes.txt").exists()
-    assert not list(tmp_path.glob("*-*.tmp"))
+    left = sorted(path.name for path in tmp_path.glob("*.tmp"))
+    assert left == ["out-hf-01234567.tmp", "out.tmp"]
     assert "adapter_config.json" not in contents(tmp_path / "hf")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
