@@ -417,7 +417,7 @@ assert SMALL_CARDS
 
 @pytest.mark.parametrize(("command", "gib"), SMALL_CARDS)
 def test_what_the_page_says_of_small_cards(command, gib, tmp_path):
-    script, *flags = command.split()[2 if "torchrun" in command else 1 :]
+    script, *flags = command.split()[3 if "torchrun" in command else 1 :]
     plan = ["--gpus", 2 if "torchrun" in command else 1, "--zero", 0]
     if script.startswith("09_inference"):
         plan = ["--inference", "--seq-len", 4096]
