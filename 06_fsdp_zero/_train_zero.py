@@ -163,8 +163,11 @@ class Run(checkpoint.Run):
 
         runtime.all_gather(None)  # now the files of all ranks are there
         rank, world_size, _ = runtime.ranks()
-        files = sorted(file for file in folder.iterdir() if file.is_file())
-        return {file.name: file_sha256(file) for file in files[rank::world_size]}
+        written = []
+        for file in sorted(folder.iterdir()):
+            if file.is_file() and file.name != files.MARK:  # the mark goes when all is complete
+                written.append(file)
+        return {file.name: file_sha256(file) for file in written[rank::world_size]}
 
 
 def make_universal(saved: Path, stage: int) -> Path | None:

@@ -90,7 +90,11 @@ def pytest(folder: Path, *tests: str) -> subprocess.CompletedProcess:
     """Run these tests of a copy. Its corpora stay in there: a fault may be in how they are split."""
     flags = ["-x", "-q", "-p", "no:cacheprovider", "-m", "", "--timeout", str(SECONDS_PER_TEST)]
     launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    env = {name: value for name, value in os.environ.items() if name not in launcher}
+    env = {}
+    for name, value in os.environ.items():
+        # without those of a pytest around this one, whose workers share their runs
+        if name not in launcher and not name.startswith("PYTEST_"):
+            env[name] = value
     # two versions of a file may have one size and be written within one second, which is what a .pyc goes by
     env |= {"CORPUS_CACHE": str(folder / "corpora"), "PYTHONDONTWRITEBYTECODE": "1"}
     env |= {"OMP_NUM_THREADS": "1", "COLLECTIVE_TIMEOUT_SECONDS": "60"}

@@ -226,8 +226,8 @@ FAULTS = {  # a line, and what stands in its place
         "gradient_hop.wait()",
     ),
     "a block travels twice": (
-        "                kv = kv_hop.wait()\n        ctx.save",
-        "                kv = kv_hop.wait()\n                Hop(kv).wait()\n        ctx.save",
+        "                kv = kv_hop.wait()\n        out = out.to",
+        "                kv = kv_hop.wait()\n                Hop(kv).wait()\n        out = out.to",
     ),
     "the ring keeps more than its part": (
         "        ctx.order = order\n",
