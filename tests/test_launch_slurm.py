@@ -144,8 +144,14 @@ class Sweep:
         return max(steps, default=0)
 
     def trains(self) -> bool:
-        """And has saved, if it does that before its end."""
-        return self.saved() > 0 if self.saves else (self.folder / "metrics.jsonl").exists()
+        """Return whether it has saved, if it does that before its end, or whether it trains.
+
+        A signal before the end of the first step saves nothing, so wait for the second line.
+        """
+        if self.saves:
+            return self.saved() > 0
+        log = self.folder / "metrics.jsonl"
+        return log.exists() and log.read_bytes().count(b"\n") >= 2
 
     def signal(self, number: signal.Signals) -> None:
         assert signal_ranks(self.run_dir, number) == self.ranks
