@@ -12,7 +12,13 @@ from typing import Any
 import psutil
 import torch
 
-from common.hardware import container_memory_bytes, control_groups, devices, peak_flops
+from common.hardware import (
+    container_memory_bytes,
+    control_groups,
+    devices,
+    file_text,
+    peak_flops,
+)
 
 try:
     import pynvml as nv
@@ -328,7 +334,7 @@ def highest_flops(name: str, dtype: str, sm_clock_max_mhz: float | None) -> floa
 
 def cpu_fact(name: str) -> str:
     """Return what /proc/cpuinfo says under this name, such as "model name", or an empty string."""
-    line = re.search(rf"^(?:{name})\s*: (.+)", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    line = re.search(rf"^(?:{name})\s*: (.+)", file_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return line[1] if line else ""
 
 
@@ -341,13 +347,9 @@ def limits(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> tuple[int | N
     core_limits = []
     for folder in control_groups(proc, groups):
         # microseconds, and the period that they are in
-        quota = _text(folder / "cpu.max").split()
-        quota = quota or [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota = file_text(folder / "cpu.max").split()
+        quota = quota or [file_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         if quota[0].isdigit():  # else it is "max", -1 or there is no file
             core_limits.append(int(quota[0]) / int(quota[1]))
     memory_limit = container_memory_bytes(proc, groups)
     return memory_limit, min(core_limits, default=None)
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""

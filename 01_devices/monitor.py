@@ -132,7 +132,7 @@ def likely_hang(gpu: dict, usual: float | None) -> bool | None:
     evidence, not proof. Ranks that wait for one that saves look the same for a while, so an alert
     needs `for: 5m`. A model with tiny kernels may look the same, too, but its log grows.
 
-    `usual` is in watts, see `usual_watts`. If all GPUs of a node hang, and this script starts after
+    `usual` is in watts, see usual_watts. If all GPUs of a node hang, and this script starts after
     that, only the power limit is left to compare with.
     """
     utilization = gpu["utilization"]
@@ -140,9 +140,14 @@ def likely_hang(gpu: dict, usual: float | None) -> bool | None:
     limit = gpu["power_limit_watts"]
     if utilization is not None and utilization < BUSY:
         return False
-    if power is None or (usual is None and not limit):
+    low_watts = []
+    if usual is not None:
+        low_watts.append(SHARE_OF_USUAL * usual)
+    if limit:
+        low_watts.append(SHARE_OF_LIMIT * limit)
+    if power is None or not low_watts:
         return None
-    if power >= max(SHARE_OF_USUAL * (usual or 0), SHARE_OF_LIMIT * (limit or 0)):
+    if power >= max(low_watts):
         return False
     if utilization is None:
         return None

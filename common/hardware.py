@@ -93,7 +93,7 @@ def memory_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> int | N
     limit = container_memory_bytes(proc, groups)
     if limit is not None:
         total = min(total, limit)
-    swap = re.search(r"^SwapTotal:\s*(\d+) kB", _text(Path(proc, "meminfo")), re.MULTILINE)
+    swap = re.search(r"^SwapTotal:\s*(\d+) kB", file_text(Path(proc, "meminfo")), re.MULTILINE)
     return total + (1024 * int(swap[1]) if swap else 0)
 
 
@@ -106,7 +106,7 @@ def container_memory_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") 
     limits = []
     for folder in control_groups(proc, groups):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _text(folder / name)
+            text = file_text(folder / name)
             if text.isdigit() and int(text) < NO_LIMIT:
                 limits.append(int(text))
     return min(limits, default=None)
@@ -119,7 +119,7 @@ def control_groups(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> list[
     then the group of the container.
     """
     folders = []
-    lines = _text(Path(proc, "self/cgroup")).splitlines()
+    lines = file_text(Path(proc, "self/cgroup")).splitlines()
     for line in [*lines, "0::/", "0:memory:/", "0:cpu:/"]:
         _, controllers, group = line.split(":", 2)
         # version 2 has one tree for all controllers, version 1 one for each: memory, cpu,cpuacct
@@ -131,7 +131,8 @@ def control_groups(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> list[
     return folders
 
 
-def _text(file: Path) -> str:
+def file_text(file: Path) -> str:
+    """Return the text of a small file without blanks around it, or "" if there is no file."""
     return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
 
