@@ -32,7 +32,7 @@ MARK = ".gym"  # a file in each copy, with the number of its bug
 def bugs() -> list[dict[str, str]]:
     """Read the bugs from tests/data/gym.toml.
 
-    Each has a symptom, the chapter that teaches it, a thread in which people met it ("" if no
+    Each has a name, a symptom, the chapter that teaches it, a thread in which people met it ("" if no
     public one is known), and `breaks`, the name of its fault in mutations.toml.
     """
     return tomllib.loads((ROOT / "tests/data/gym.toml").read_text(encoding="utf-8"))["bug"]
@@ -105,7 +105,7 @@ def main() -> None:
         parser.error("which bug? Put its number first, see --list")
     if args.list or args.number is None:
         for number, bug in enumerate(all_bugs, 1):
-            print(f"{number:2d}  {bug['symptom']}")
+            print(f"{number:2d}  {bug['name']}: {bug['symptom']}")
         return
     if not 1 <= args.number <= len(all_bugs):
         parser.error(f"bug {args.number}: there are {len(all_bugs)}, see --list")

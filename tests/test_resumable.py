@@ -1,0 +1,250 @@
+"""The two resumable.py: one loss, whatever stops the run and whatever continues it.
+
+Each run has 12 short steps. A copy of the script with one edited line stops the run at a step.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.harness import ROOT, Result, command, finish, holds, run, start
+
+pytestmark = pytest.mark.timeout(1200)
+
+DDP = "05_ddp/resumable.py"
+FSDP = "06_fsdp_zero/resumable.py"
+RESTART = 75
+STEPS = ("--steps", 12, "--save-every", 4, "--evaluate-every", 6)
+FLAGS = ("--dtype", "fp32", "--global-batch", 6, "--micro-batch", 1, "--log-every", 1, *STEPS)
+LAYOUTS = [(DDP, None), (DDP, 2), (DDP, 3), (FSDP, None), (FSDP, 2), (FSDP, 3)]
+
+
+def resumable(
+    script: str | Path, folder: Path, *flags, nproc: int | None = None, code: int = 0
+) -> Result:
+    """Start the script with its run in folder/run, and wait for its end."""
+    result = run(str(script), folder, "--run-dir", folder / "run", *FLAGS, *flags, nproc=nproc)
+    assert result.code == code, result
+    return result
+
+
+def values(folder: Path) -> dict[tuple[str, int], float]:
+    """Return the losses and gradient norms by step: the last line of a step counts."""
+    found = {}
+    for line in (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        for name in ("loss", "norm", "held_out_loss"):
+            if name in record:
+                found[name, record["step"]] = record[name]
+    return found
+
+
+def assert_equal_up_to_rounding(folder: Path, expected_folder: Path) -> None:
+    """Losses agree within 1e-6, and gradient norms, which amplify rounding, within 1e-5."""
+    found = values(folder)
+    expected = values(expected_folder)
+    assert found.keys() == expected.keys()
+    for key in expected:
+        tolerance = 1e-5 if key[0] == "norm" else 1e-6
+        assert found[key] == pytest.approx(expected[key], rel=tolerance), key
+
+
+def with_line(script: str, folder: Path, line: str) -> Path:
+    """Return a copy of the script that runs a line of code in each step, before the batch."""
+    before = "        micro_batches = load_batch(train, step)\n"
+    source = (ROOT / script).read_text(encoding="utf-8")
+    assert source.count(before) == 1
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / "resumable.py"
+    copy.write_text(source.replace(before, f"        {line}\n{before}"), encoding="utf-8")
+    return copy
+
+
+def killed(script: str, folder: Path, nproc: int | None) -> None:
+    """Train until step 7, where each rank is killed as by kill -9. The last checkpoint is of 4."""
+    killing = "step == 7 and os.kill(os.getpid(), signal.SIGKILL)"
+    copy = with_line(script, folder, killing)
+    result = run(str(copy), folder, "--run-dir", folder / "run", *FLAGS, nproc=nproc)
+    assert result.code != 0
+    assert [step for name, step in values(folder) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def never_stopped(once):
+    """never_stopped(script, nproc): a finished run."""
+
+    def whole(folder: Path, script: str, nproc: int | None) -> Result:
+        return resumable(script, folder, nproc=nproc)
+
+    return lambda script, nproc: once("never stopped", whole, script, nproc)
+
+
+@pytest.fixture
+def finished(never_stopped, tmp_path) -> Result:
+    """A copy of a finished run of one process."""
+    result = never_stopped(DDP, None)
+    shutil.copytree(result.folder, tmp_path, dirs_exist_ok=True)
+    return result
+
+
+@pytest.mark.parametrize(("script", "nproc"), LAYOUTS[1:])
+def test_all_have_one_loss(script, nproc, never_stopped):
+    folder = never_stopped(script, nproc).folder
+    assert_equal_up_to_rounding(folder, never_stopped(DDP, None).folder)
+
+
+def test_micro_batches_of_any_size_have_one_loss(never_stopped, tmp_path):
+    resumable(DDP, tmp_path, "--micro-batch", 4)  # the last one has two sequences
+    assert_equal_up_to_rounding(tmp_path, never_stopped(DDP, None).folder)
+
+
+@pytest.mark.parametrize(("script", "nproc"), LAYOUTS)
+def test_a_killed_run_resumes_bit_for_bit(script, nproc, never_stopped, tmp_path):
+    killed(script, tmp_path, nproc)
+    result = resumable(script, tmp_path, nproc=nproc)
+    assert "4 of 12 steps are done" in result.out
+    assert values(tmp_path) == values(never_stopped(script, nproc).folder)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "metrics.jsonl",
+        "settings.json",
+        "step-00000008",
+        "step-00000012",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((DDP, 2), (DDP, 3)), ((DDP, 2), (FSDP, 3)), ((FSDP, 3), (DDP, None))]
+)
+def test_a_run_resumes_on_other_ranks_and_with_the_other_script(
+    before, after, never_stopped, tmp_path
+):
+    killed(before[0], tmp_path, before[1])
+    resumable(after[0], tmp_path, nproc=after[1])
+    assert_equal_up_to_rounding(tmp_path, never_stopped(*before).folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(("script", "nproc"), [(DDP, 2), (FSDP, None)])
+def test_a_signal_to_one_rank_saves_and_stops_all(script, nproc, number, never_stopped, tmp_path):
+    last = (nproc or 1) - 1
+    sending = f"(step, rank) == (6, {last}) and os.kill(os.getpid(), {int(number)})"
+    copy = with_line(script, tmp_path, sending)
+    argv = command(copy, "--run-dir", tmp_path / "run", *FLAGS, nproc=nproc)
+    result = finish(start(argv, tmp_path), tmp_path)
+    if nproc is None:
+        assert result.code == RESTART, result
+    else:
+        assert result.code == 1, result  # of torchrun itself
+        assert f"exitcode  : {RESTART}" in result.err
+    assert (tmp_path / "run/step-00000006").is_dir()
+    resumed = resumable(script, tmp_path, nproc=nproc)
+    assert "6 of 12 steps are done" in resumed.out
+    assert values(tmp_path) == values(never_stopped(script, nproc).folder)
+
+
+def test_torchrun_passes_sigterm_on(tmp_path):
+    argv = command(FSDP, "--run-dir", tmp_path / "run", *FLAGS, "--steps", 100_000, nproc=2)
+    process = start(argv, tmp_path)
+    metrics = tmp_path / "run/metrics.jsonl"
+    assert holds(process, lambda: metrics.exists() and ("loss", 3) in values(tmp_path))
+    process.terminate()
+    result = finish(process, tmp_path)
+    assert result.code == 1, result
+    last = max(step for name, step in values(tmp_path) if name == "loss")
+    assert (tmp_path / f"run/step-{last:08d}/sizes.json").exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "sizes.json"])
+def test_a_truncated_checkpoint_is_set_aside(name, finished, tmp_path):
+    file = tmp_path / "run/step-00000012" / name
+    os.truncate(file, file.stat().st_size - 1)
+    (tmp_path / "run/step-00000016.tmp").mkdir()  # what a killed save leaves
+    (tmp_path / "run/step-of-mine.tmp").mkdir()
+    result = resumable(DDP, tmp_path)
+    assert "step-00000012 is damaged" in result.out
+    assert "8 of 12 steps are done" in result.out
+    assert values(tmp_path) == values(finished.folder)
+    names = [path.name for path in (tmp_path / "run").iterdir()]
+    assert "step-00000012" in names
+    assert [name for name in names if name.endswith(".tmp")] == ["step-of-mine.tmp"]
+    assert any(re.fullmatch(r"damaged-step-00000012-\d+", name) for name in names)
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_run_with_damaged_checkpoints_only_does_not_start_again(tmp_path):
+    for folder in (tmp_path / "run").glob("step-*"):
+        os.truncate(folder / ".metadata", 10)
+    for _ in range(2):
+        result = resumable(DDP, tmp_path, code=1)
+        assert "has damaged checkpoints only" in result.err
+
+
+def write_tokens(folder: Path, text: bytes, size: int) -> None:
+    """Write the bytes of a text as nanoGPT's files, with token ids of `size` bytes."""
+    folder.mkdir()
+    cut = len(text) * 95 // 100
+    for name, part in (("train.bin", text[:cut]), ("val.bin", text[cut:])):
+        ids = b"".join(token.to_bytes(size, "little") for token in part)
+        (folder / name).write_bytes(ids)
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(300, 2), (70_000, 4)])
+def test_token_files_train_as_the_text_does(vocabulary, size, tmp_path):
+    text = (ROOT / "tests/data/text.txt").read_bytes()
+    (tmp_path / "text.txt").write_bytes(text)
+    write_tokens(tmp_path / "tokens", text, size)
+    flags = ["--vocabulary", vocabulary, "--steps", 2]
+    for data in ("text.txt", "tokens"):
+        resumable(DDP, tmp_path / f"run of {data}", "--data", tmp_path / data, *flags)
+    assert values(tmp_path / "run of tokens") == values(tmp_path / "run of text.txt")
+
+
+REFUSED = {
+    "another learning rate": (["--lr", 0.1], "has lr 0.001, not 0.1"),
+    "more steps": (["--steps", 13], "has steps 12, not 13"),
+    "other data": (["--data", ROOT / "tests/data/text.txt"], "has tokens "),
+    "no data": (["--data", "missing.txt"], "missing.txt"),
+    "no token files": (["--data", ROOT / "tests"], "train.bin"),
+    "little data": (["--data", ROOT / "requirements.txt"], "are too few"),
+    "a small vocabulary": (["--vocabulary", 50], "give --vocabulary"),
+}
+
+
+@pytest.mark.usefixtures("finished")
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_is_refused_in_one_line(mistake, tmp_path):
+    flags, words = REFUSED[mistake]
+    result = resumable(DDP, tmp_path, *flags, code=2)
+    assert words in result.err.splitlines()[-1]
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
+    result = resumable(DDP, tmp_path, "--global-batch", 5, nproc=2, code=1)
+    assert "--global-batch 5 is not divisible by 2 ranks" in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_of_another_program_are_refused(tmp_path):
+    (tmp_path / "run/step-00000100").mkdir(parents=True)
+    result = resumable(DDP, tmp_path, code=2)
+    assert "has checkpoints, and no settings.json" in result.err
+    assert (tmp_path / "run/step-00000100").exists()
+
+
+def test_the_weights_load_into_the_plain_model(finished, tmp_path):
+    converter = "torch.distributed.checkpoint.format_utils"
+    assert f"-m {converter} dcp_to_torch" in (ROOT / DDP).read_text(encoding="utf-8")
+    argv = [sys.executable, "-m", converter, "dcp_to_torch"]
+    argv += [str(tmp_path / "run/step-00000012"), "all.pt"]
+    assert finish(start(argv, tmp_path), tmp_path).code == 0
+    saved = torch.load(tmp_path / "all.pt", weights_only=True)
+    load = f"import sys, torch; sys.path.insert(0, {str(ROOT / '05_ddp')!r}); import resumable; "
+    load += "resumable.Model().load_state_dict(torch.load('all.pt')['model'])"
+    assert finish(start([sys.executable, "-c", load], tmp_path), tmp_path).code == 0
+    assert len(saved["model"]) > 0
