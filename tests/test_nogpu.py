@@ -5,6 +5,7 @@ pytest -m nogpu -k sample       two minutes of it
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,37 @@ def test_the_minimal_scripts_have_one_loss_and_end_as_python_ends(tmp_path):
         [line] = [line for line in result.out.splitlines() if line.startswith("step 2 ")]
         losses.append(float(line.split()[-1]))
     assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-5)
+
+
+RESUMABLE = ["05_ddp/resumable.py", "06_fsdp_zero/resumable.py"]
+RUN = "--run-dir run --steps 3 --global-batch 4 --micro-batch 1 --save-every 2 --log-every 1"
+
+
+def test_a_run_continues_on_gpus_with_the_other_script(tmp_path):
+    """Collectives of two process groups, fused AdamW, and checkpoints of tensors on a GPU."""
+    last_loss = r"step 3 \| loss ([\d.]+)"
+    flags = f"{RUN} --dtype fp32"
+    whole = nogpu.run("values", tmp_path / "whole", RESUMABLE[1], flags, 2)
+    assert whole.code == 0, whole
+    source = (ROOT / RESUMABLE[0]).read_text(encoding="utf-8")
+    line = "        micro_batches = load_batch(train, step)\n"
+    assert source.count(line) == 1
+    killing = f"        step == 3 and os.kill(os.getpid(), signal.SIGKILL)\n{line}"
+    copy = tmp_path / "killed.py"
+    copy.write_text(source.replace(line, killing), encoding="utf-8")
+    assert nogpu.run("values", tmp_path, str(copy), flags, 2).code != 0
+    resumed = nogpu.run("values", tmp_path, RESUMABLE[1], flags, 2)
+    assert resumed.code == 0, resumed
+    assert "2 of 3 steps are done" in resumed.out
+    losses = [float(re.search(last_loss, result.out)[1]) for result in (whole, resumed)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("script", RESUMABLE)
+def test_resumable_compiles(tmp_path, script):
+    result = nogpu.run("noop", tmp_path, script, RUN, 2)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
 
 
 @pytest.mark.parametrize("script", AT_GPU_SIZES)
