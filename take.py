@@ -97,17 +97,24 @@ def make_new_folder(folder: Path) -> None:
         raise OSError("it is not empty")
 
 
-def copy_files(files: Iterable[Path], target: Path) -> int:
-    """Copy the files with their folders, print the lines of each, and return the sum of lines."""
-    total = 0
+def count_lines(files: Iterable[Path]) -> int:
+    """Return how many lines the files have together."""
+    return sum(file.read_text(encoding="utf-8").count("\n") for file in files)
+
+
+def copy_files(files: Iterable[Path], target: Path) -> None:
+    """Copy the files with their folders, and print the lines of each."""
     for file in files:
         copy = target / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
-        lines = file.read_text(encoding="utf-8").count("\n")
-        total += lines
-        print(f"{lines:6,} lines  {copy}")
-    return total
+        print(f"{count_lines([file]):6,} lines  {copy}")
+
+
+def files_to_copy_alone(script: Path) -> str:
+    """Return the names of the scripts beside this one that need no other file."""
+    names = [name for name in ("minimal.py", "resumable.py") if (script.parent / name).exists()]
+    return " or ".join(f"{script.parent.name}/{name}" for name in names if name != script.name)
 
 
 def main() -> None:
@@ -131,9 +138,14 @@ def main() -> None:
         parser.exit(2, f"{args.target} cannot be the new folder: {error}\n")
 
     files = closure(script)
-    lines = copy_files(files, args.target)
-    command = f"cd {args.target} && python {script.relative_to(ROOT)}"
-    print(f"{len(files)} files, {lines:,} lines: {command}")
+    copy_files(files, args.target)
+    for name in ("requirements.txt", "LICENSE"):
+        shutil.copy(ROOT / name, args.target)
+    print(f"{len(files)} files, {count_lines(files):,} lines, and requirements.txt and LICENSE")
+    print(f"cd {args.target} && python {script.relative_to(ROOT)}")
+    alone = files_to_copy_alone(script)
+    if len(files) > 1 and alone:
+        print(f"One file for a start: {alone}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tests/support/readme.py    writes them again (make readme)
 
 A generated part stands between two comments. The first one says what it is, the second one is
-<!-- end -->. There are three kinds:
+<!-- end -->. There are four kinds:
 
     <!-- diff BEFORE.py AFTER.py -->
         The whole diff between two scripts.
@@ -16,18 +16,26 @@ A generated part stands between two comments. The first one says what it is, the
         The lines of a script from FIRST to LAST. Exactly one line starts with FIRST, apart from its
         indentation. LAST is the start of that line or of one after it.
 
+    <!-- sizes -->
+        A table. In each row with a link to a script, the last two cells become what take.py copies
+        with the script: the number of files, and of lines, rounded to hundreds.
+
 A diff leaves out the docstrings of the scripts, because they stand at the top of each.
 """
 
 import ast
 import difflib
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"(<!-- (diff|hunk|code) (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+sys.path.append(str(ROOT))
+from take import closure, count_lines
+
+BLOCK = re.compile(r"(<!-- (diff|hunk|code|sizes)(?: (.+?))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 class Change(NamedTuple):
@@ -61,8 +69,10 @@ def regenerate(text: str) -> str:
 
 
 def _block(match: re.Match) -> str:
-    start, kind, arguments, end = match.groups()
-    if kind == "diff":
+    start, kind, arguments, old, end = match.groups()
+    if kind == "sizes":
+        content = "\n".join(with_sizes(row) for row in old.strip().splitlines())
+    elif kind == "diff":
         before, after = arguments.split()
         content = f"```diff\n{whole_diff(before, after)}\n```"
     elif kind == "hunk":
@@ -75,6 +85,17 @@ def _block(match: re.Match) -> str:
         first, last = first_and_last.split(" ... ")
         content = f"```python\n{code(script, first, last)}\n```"
     return f"{start}{content}\n{end}"
+
+
+def with_sizes(row: str) -> str:
+    """Return a row of a table with the size of the script that it links to in its last cells."""
+    script = re.search(r"\[(\w+/\w+\.py)\]", row)
+    if script is None:
+        return row
+    files = closure(ROOT / script[1])
+    cells = row.split(" | ")
+    cells[-2:] = [f"{len(files)}", f"{round(count_lines(files), -2):,} |"]
+    return " | ".join(cells)
 
 
 def whole_diff(before: str, after: str) -> str:
@@ -153,5 +174,5 @@ def _body(script: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    for file in ROOT.glob("0*/README.md"):
+    for file in [*ROOT.glob("README*.md"), *ROOT.glob("0*/README.md")]:
         file.write_text(regenerate(file.read_text(encoding="utf-8")), encoding="utf-8")
