@@ -33,13 +33,11 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 def adapt_defaults(args) -> None:
     """Replace default values that do not work with this mesh. Flags that were given stay.
 
-    Tensor and pipeline parallelism are not compiled. llama-124m, the default on a GPU, has one
-    matrix as embedding and head, which are in different stages with --pp.
+    llama-124m, the default on a GPU, has one matrix as embedding and head, which are in different
+    stages with --pp.
     """
     if args.pp > 1 and "model" not in args.given:
         args.model = ON_CPU.model
-    if "compile" not in args.given and (args.tp > 1 or args.pp > 1):
-        args.compile = False
 
 
 def count_data_ranks(args, world_size: int) -> int:
@@ -59,12 +57,6 @@ def count_data_ranks(args, world_size: int) -> int:
 def check_layout(args, config: Config, batches: Batches) -> None:
     """Raise UserError if the model or the batch cannot be sharded as the flags say."""
     model = f"--model {args.model}"
-    if args.tp > 1 and args.compile:
-        raise UserError(
-            f"--compile with --tp {args.tp}: compiled, gradients are not those of one process: "
-            "leave it out"
-        )
-
     # The vocabulary is among them because fully_shard and DTensor share out unequal shards in
     # different ways.
     sizes = {}

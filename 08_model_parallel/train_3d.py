@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _stages import keep_stage
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -209,8 +209,20 @@ def shard_matrices(model, mesh: DeviceMesh) -> None:
     # By default torch sends the weights of the first tensor rank to the others. Here there are none
     # yet: the parameters are on the meta device.
     parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+    if model.model.embed_tokens is not None:
+        model.model.embed_tokens.register_forward_hook(wait_for_tokens)
     # Embedding and head may share one parameter, which parallelize_module has replaced by two.
     model.tie_weights()
+
+
+def wait_for_tokens(_embedding: nn.Module, _inputs: tuple, hidden: Tensor) -> Tensor:
+    """Wait for the reduce-scatter of the embedding's output, before the first block gets it.
+
+    The output is an AsyncCollectiveTensor: torch waits for its values where they are first used.
+    In torch 2.13 a compiled block takes it for a tensor that needs no gradient, and the embedding
+    gets none (https://github.com/pytorch/pytorch/pull/191113). clone() uses the values.
+    """
+    return hidden.clone()
 
 
 # --- context parallelism

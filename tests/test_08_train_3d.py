@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import moments, write_folder
+from support.checkpoints import gradients, moments, write_folder
 from support.harness import (
     BASELINE,
     TINY,
@@ -18,6 +18,7 @@ from support.harness import (
     assert_refused,
     config_of,
     drop_after,
+    needs_compiler,
     run,
     tiny_flags,
     train,
@@ -134,6 +135,42 @@ def test_any_mesh_is_one_process(once, one_process, layout):
     assert max(weight_bytes) < 0.75 * 4 * shapes.parameter_count(config)
     two_moments = [2 * nbytes for nbytes in weight_bytes]
     assert found.summary["optimizer_bytes_per_rank"] == two_moments
+
+
+COMPILED = {  # ranks, model, flags
+    "tensor": (2, "tied", TP),
+    "tensor, untied": (2, "untied", TP),
+    "stages": (2, "untied", (*PP, *HALF)),
+    "context": (2, "tied", CP),
+    "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
+    "tensor, contexts": (4, "tied", (*TP, *CP)),
+}
+OFTEN_COMPILED = ("tensor, untied",)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout in OFTEN_COMPILED else pytest.param(layout, marks=pytest.mark.full)
+        for layout in COMPILED
+    ],
+)
+def test_compiled_gradients_are_those_of_eager(tmp_path, layout):
+    """The errors are relative to the largest number of a tensor."""
+    ranks, model, flags = COMPILED[layout]
+    results = []
+    for compiled in ((), ("--compile",)):
+        folder = tmp_path / f"run{len(compiled)}"
+        flags_of_run = (*flags_of(folder, model), "--steps", 1, "--warmup-steps", 0)
+        result = train(SCRIPT, folder, *flags_of_run, *flags, *compiled, nproc=ranks)
+        results.append(gradients(folder))
+    eager, compiled = results
+    assert compiled.keys() == eager.keys()
+    for name, gradient in eager.items():
+        largest = gradient.abs().max().item()
+        assert largest > 0
+        torch.testing.assert_close(compiled[name], gradient, rtol=0, atol=1e-5 * largest)
 
 
 def test_without_a_mesh_it_is_train_fsdp_to_the_bit(tmp_path):
