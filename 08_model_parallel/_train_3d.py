@@ -72,11 +72,13 @@ def check_layout(args, config: Config, batches: Batches) -> None:
         )
 
     multiple = args.cp * args.tp
+    if args.cp > 1:
+        multiple = math.lcm(multiple, 2 * args.cp)  # a context rank has two chunks of a sequence
     if args.seq_len % multiple != 0:
         right_length = max(1, args.seq_len // multiple) * multiple
         raise UserError(
-            f"--seq-len {args.seq_len} is not a multiple of --cp {args.cp} x --tp {args.tp}: "
-            f"use {right_length}"
+            f"--seq-len {args.seq_len} is not a multiple of {multiple}, as --cp {args.cp} and "
+            f"--tp {args.tp} require: use {right_length}"
         )
 
     if args.pp > config.num_hidden_layers:

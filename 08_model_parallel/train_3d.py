@@ -34,7 +34,6 @@ Next: launch/.
 import sys
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +60,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common import cli, hardware, report, runtime
@@ -228,30 +228,36 @@ def wait_for_tokens(_embedding: nn.Module, _inputs: tuple, hidden: Tensor) -> Te
 # --- context parallelism
 
 
-def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.device) -> slice:
-    """Prepare the model for this rank's tokens of each sequence; return which tokens these are."""
-    tokens_per_rank = args.seq_len // args.cp
-    first = place.context_rank * tokens_per_rank
-    my_tokens = slice(first, first + tokens_per_rank)
+def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.device) -> Tensor:
+    """Prepare the model for this rank's tokens of each sequence; return their positions.
 
-    # By default the model numbers the tokens of its input from 0. With --cp, a rank's tokens start
+    With --cp, a sequence has 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r. The first
+    chunk sees one chunk of keys, and the last one sees all of them. In this order, called zigzag,
+    each rank computes equally many scores. With --cp 4:
+
+        context rank   0    1    2    3
+        chunks         0 7  1 6  2 5  3 4
+    """
+    chunk_positions = torch.arange(args.seq_len, device=device).chunk(2 * args.cp)
+    chunks = (place.context_rank, 2 * args.cp - 1 - place.context_rank)
+    my_positions = torch.cat([chunk_positions[chunk] for chunk in chunks])
+
+    # By default the model numbers the tokens of its input from 0. With --cp, a rank's tokens are
     # elsewhere. With --tp and --pp, the input of a later stage has only tokens / tp, and attention
     # gathers them again. So always pass the positions.
-    positions = torch.arange(args.seq_len, device=device)
-    my_positions = positions[my_tokens]
     model.forward = partial(model.forward, positions=my_positions)
     if args.cp == 1:
-        return my_tokens
+        return my_positions
 
-    is_future = positions > my_positions[:, None]  # [tokens / cp, tokens]
-    # Make the float mask once. From a boolean mask, scaled_dot_product_attention would make one in
-    # every layer, and autograd would keep each for backward.
-    mask = torch.zeros(is_future.shape, dtype=runtime.DTYPES[args.dtype], device=device)
-    mask.masked_fill_(is_future, -torch.inf)
+    # The last query of a chunk sees all keys up to the end of the chunk. These masks store nothing:
+    # they tell the kernel in which corner of the scores the diagonal ends. torch.compile cannot
+    # trace their creation, so make them once, outside of the blocks.
+    tokens = args.seq_len // (2 * args.cp)
+    masks = [causal_lower_right(tokens, (chunk + 1) * tokens) for chunk in chunks]
     group = context_group(args, mesh)
     for block in model.model.layers.values():
-        block.self_attn.attend = partial(attend_to_all_tokens, mask=mask, group=group)
-    return my_tokens
+        block.self_attn.attend = partial(attend_to_all_tokens, masks=masks, group=group)
+    return my_positions
 
 
 def context_group(args, mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -277,23 +283,33 @@ def attend_to_all_tokens(
     *,
     is_causal: bool,
     enable_gqa: bool,
-    mask: Tensor,
+    masks: list[CausalBias],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Compute attention of this rank's queries to the keys and values of all context ranks.
+    """Compute causal attention of this rank's two chunks to the keys and values of all ranks.
 
     It replaces `attend` of lm/model.py, and has its arguments up to enable_gqa. It ignores _mask
-    and is_causal, because `mask` hides later tokens. q is [batch, heads, tokens / cp, head_dim].
+    and is_causal, because each chunk of queries has its own mask. q is [batch, heads, tokens / cp,
+    head_dim].
 
     In backward, a reduce-scatter sums the gradients of this rank's keys and values, which the
     queries of all ranks have used.
     """
     kv = torch.stack((k, v))  # [2, batch, kv_heads, tokens / cp, head_dim]: one collective for both
     gathered = all_gather_with_backward(kv, gather_dim=0, group=group)  # [cp * 2, batch, ...]
-    gathered = gathered.unflatten(0, (-1, 2))  # [cp, 2, batch, kv_heads, tokens / cp, head_dim]
-    gathered = gathered.movedim(0, 3)  # [2, batch, kv_heads, cp, tokens / cp, head_dim]
-    keys, values = gathered.flatten(3, 4)  # each [batch, kv_heads, tokens, head_dim]
-    return attend(q, keys, values, mask, enable_gqa=enable_gqa)
+    # [cp, 2, batch, kv_heads, 2, tokens of a chunk, head_dim]
+    gathered = gathered.unflatten(0, (-1, 2)).unflatten(-2, (2, -1))
+    early, late = gathered.unbind(-3)
+    in_order = torch.cat((early, late.flip(0)))  # [cp * 2, 2, batch, kv_heads, chunk, head_dim]
+    in_order = in_order.movedim(0, 3)  # [2, batch, kv_heads, cp * 2, chunk, head_dim]
+    keys, values = in_order.flatten(3, 4)  # each [batch, kv_heads, tokens, head_dim]
+
+    outputs = []
+    for queries, mask in zip(q.chunk(2, dim=2), masks, strict=True):
+        end = mask.seq_len_kv  # the chunk sees no key after its own
+        y = attend(queries, keys[:, :, :end], values[:, :, :end], mask, enable_gqa=enable_gqa)
+        outputs.append(y)
+    return torch.cat(outputs, dim=2)
 
 
 # --- data parallelism, and the order in which all of them are applied
@@ -318,7 +334,7 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        # None frees the gathered weights of each block after its forward, but not those of the root
+        # None frees the gathered weights of each group after its forward, but not those of the root
         # module, which backward needs first.
         "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
     }
@@ -326,18 +342,23 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
         options["mesh"] = mesh["replicate", "shard"]
 
     # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
-    blocks = list(model.model.layers.values())
-    for block in blocks:
+    for block in model.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         fully_shard(block, **options)
-    # The rest is one group: embeddings, final norm and head. Two of them may be one matrix.
+    if not model.config.tie_word_embeddings:
+        # Two groups, so that embedding and head are not gathered at the same time.
+        if model.model.embed_tokens is not None:
+            fully_shard(model.model.embed_tokens, **options)
+            # The gradient of an embedding does not depend on its weight: backward need not gather
+            # it.
+            model.model.embed_tokens.set_unshard_in_backward(False)
+        if model.lm_head is not None:
+            # Backward starts with the head, so it stays gathered after forward.
+            head_options = options | {"reshard_after_forward": False}
+            fully_shard([model.model.norm, model.lm_head], **head_options)
+    # The root module. In a tied model it is one more group: embedding, final norm and head.
     fully_shard(model, **options)
-
-    # While one block computes, gather the next one.
-    for block, next_block in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([next_block])
-        next_block.set_modules_to_backward_prefetch([block])
 
 
 # --- pipeline parallelism
@@ -549,8 +570,8 @@ def main() -> int:
             micro_batches = [meter.next(stream) for _ in range(batches.accumulation_steps)]
             inputs = torch.cat([inputs for inputs, _ in micro_batches])
             targets = torch.cat([targets for _, targets in micro_batches])
-            inputs = inputs[:, my_tokens].contiguous()
-            targets = targets[:, my_tokens].contiguous()
+            inputs = inputs[:, my_tokens]
+            targets = targets[:, my_tokens]
             with meter.forward():
                 step_loss += pipeline.forward_backward(inputs, targets)
         else:
@@ -621,8 +642,8 @@ def evaluate(model, batches, device, my_tokens, pipeline) -> float:
     loss_sum = torch.zeros((), device=device)
     token_count = torch.zeros((), device=device)
     for inputs, targets in batches:
-        inputs = inputs[:, my_tokens].to(device)
-        targets = targets[:, my_tokens].to(device)
+        inputs = inputs.to(device)[:, my_tokens]
+        targets = targets.to(device)[:, my_tokens]
         if pipeline is not None:
             loss_sum += pipeline.forward_only(inputs, targets)
             if not pipeline.is_last:

@@ -58,7 +58,7 @@ OFTEN = {  # ranks, model, flags of the layouts of make test
     "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
     "tensor, trained weights": (2, "folder", TP),
     "tensor, norms of heads": (2, "qwen3", TP),
-    "a token a rank": (2, "tied", (*CP, "--seq-len", 2)),
+    "a token a chunk": (2, "tied", (*CP, "--seq-len", 4)),
 }
 LAYOUTS = OFTEN | {
     "stages, trained weights": (2, "folder", (*PP, *HALF)),
@@ -225,8 +225,9 @@ REFUSED = {  # flags of one process: words of the line
     "--world-size 4": "--world-size --dry-run",
     "--tp 2": "--tp 2",
     "--pp 2 --dry-run": "--pp 2",
-    "--cp 3 --dry-run": "--cp 3 --seq-len 64",
-    "--seq-len 2 --cp 3 --dry-run": "--cp 3 --seq-len 2",
+    "--cp 3 --dry-run": "--cp 3 --seq-len 64 60",
+    "--seq-len 2 --cp 3 --dry-run": "--cp 3 --seq-len 2 6",
+    "--seq-len 18 --cp 2 --dry-run": "--cp 2 --seq-len 18 16",
     "--pp 2 --dry-run --model llama-8b --global-batch-size 1": "--pp 2 --global-batch-size",
     "--dtype fp16": "--dtype fp16 05_ddp/train.py",
 }
