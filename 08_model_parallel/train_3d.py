@@ -302,31 +302,30 @@ def attend_to_all_tokens(
     In backward, a reduce-scatter sums the gradients of this rank's keys and values, which the
     queries of all ranks have used.
     """
-    kv = torch.stack((k, v))  # [2, batch, kv_heads, tokens / cp, head_dim]: one collective for both
+    # In memory a token's heads are together, as the matmuls before and after attention have them.
+    k = k.transpose(1, 2)  # [batch, tokens / cp, kv_heads, head_dim]
+    v = v.transpose(1, 2)
+    kv = torch.stack((k, v))  # one collective for both
     gathered = all_gather_with_backward(kv, gather_dim=0, group=group)  # [cp * 2, batch, ...]
-    # [cp, 2, batch, kv_heads, 2, tokens of a chunk, head_dim]
-    gathered = gathered.unflatten(0, (-1, 2)).unflatten(-2, (2, -1))
-    early, late = gathered.unbind(-3)
-    in_order = torch.cat((early, late.flip(0)))  # [cp * 2, 2, batch, kv_heads, chunk, head_dim]
-    in_order = in_order.movedim(0, 3)  # [2, batch, kv_heads, cp * 2, chunk, head_dim]
-    keys, values = in_order.flatten(3, 4)  # each [batch, kv_heads, tokens, head_dim]
+    # [cp, 2, batch, 2, tokens of a chunk, kv_heads, head_dim]
+    gathered = gathered.unflatten(0, (-1, 2)).unflatten(3, (2, -1))
+    early, late = gathered.unbind(3)
+    in_order = torch.cat((early, late.flip(0)))  # [cp * 2, 2, batch, chunk, kv_heads, head_dim]
+    in_order = in_order.movedim(0, 2).flatten(2, 3)  # [2, batch, tokens, kv_heads, head_dim]
     if enable_gqa and q.dtype == torch.float32:
         # In fp32 torch has no fused kernel for grouped heads. It would make a mask in memory.
-        group_size = q.shape[1] // k.shape[1]
-        keys = keys.repeat_interleave(group_size, dim=1)
-        values = values.repeat_interleave(group_size, dim=1)
+        in_order = in_order.repeat_interleave(q.shape[1] // k.shape[2], dim=3)
         enable_gqa = False
+    keys, values = in_order.transpose(2, 3)  # each [batch, heads, tokens, head_dim]
 
     outputs = []
     for queries, mask in zip(q.chunk(2, dim=2), masks, strict=True):
         end = mask.seq_len_kv  # the chunk sees no key after its own
-        seen_keys = keys[:, :, :end]
-        seen_values = values[:, :, :end]
         output = F.scaled_dot_product_attention(
-            queries, seen_keys, seen_values, mask, enable_gqa=enable_gqa
+            queries, keys[:, :, :end], values[:, :, :end], mask, enable_gqa=enable_gqa
         )
-        outputs.append(output)
-    return torch.cat(outputs, dim=2)
+        outputs.append(output.transpose(1, 2))  # [batch, tokens of a chunk, heads, head_dim]
+    return torch.cat(outputs, dim=1).transpose(1, 2)
 
 
 # --- data parallelism, and the order in which all of them are applied

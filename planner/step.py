@@ -214,7 +214,7 @@ def tensor_seconds(rank: Rank, machine: Machine, *, experts: bool) -> float:
 def context_seconds(rank: Rank, machine: Machine) -> float:
     """Return the seconds in which context-parallel ranks gather one layer's keys and values.
 
-    Then two copies bring them in order, and two join the outputs of a rank's two chunks. In a ring
+    Then two copies bring them in order, and one joins the outputs of a rank's two chunks. In a ring
     each rank sends to the next one, through its own port, once for each other rank.
     """
     plan = rank.plan
@@ -230,7 +230,7 @@ def context_seconds(rank: Rank, machine: Machine) -> float:
     if plan.cp == 1:
         return 0.0
     outputs = rank.own_tokens * shape.value_width * rank.e
-    copies = machine.moved(4 * (size + outputs))
+    copies = machine.moved(4 * size + 2 * outputs)
     return machine.gather(plan.cp, plan.tp, size, calls=2) + copies
 
 
