@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common import cli, exits
 from lm import shapes
+from lm.stages import STAGES_PER_RANK
 from planner import inference, machine, micro_batch
 from planner.plan import CHECKPOINTING, DTYPES, LOSSES, OPTIMIZERS, Plan, divides, script_defaults
 from planner.shape import Shape, from_config
@@ -42,6 +43,7 @@ EXPERTS_KEY = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 TRAINING = {
     "zero": None,
     "pp": 1,
+    "schedule": "1f1b",
     "cp": 1,
     "ring": False,
     "ep": 1,
@@ -91,7 +93,8 @@ def parse_flags(description: str) -> argparse.Namespace:
         help="0: DDP, 3: FSDP, 1 and 2: DeepSpeed (default: 3, on one GPU 0)",
     )
     add("--tp", type=cli.positive_int, help="tensor parallel, with sequence parallel")
-    add("--pp", type=cli.positive_int, help="pipeline stages, 1F1B")
+    add("--pp", type=cli.positive_int, help="pipeline ranks")
+    add("--schedule", choices=STAGES_PER_RANK, help="of the pipeline (default: 1f1b)")
     add("--cp", type=cli.positive_int, help="context parallel")
     add("--ring", action="store_true", help="--cp by ring attention, which train_3d.py has not")
     add("--ep", type=cli.positive_int, help="expert parallel")
@@ -315,6 +318,7 @@ def make_plan(args: argparse.Namespace, shape: Shape) -> Plan:
         deepspeed=args.framework == "deepspeed",
         tp=args.tp,
         pp=args.pp,
+        schedule=args.schedule,
         cp=args.cp,
         ring=args.ring,
         ep=args.ep,

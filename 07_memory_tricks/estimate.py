@@ -300,6 +300,8 @@ def start_command(args, plan: Plan) -> str:
         return f"python 04_amp/train.py {flags}"
 
     flags += f" --tp {plan.tp} --pp {plan.pp} --cp {plan.cp} --replicate {plan.replicate}"
+    if plan.schedule != "1f1b":
+        flags += f" --schedule {plan.schedule}"
     nodes = max(1, plan.gpus // args.nodes_of)
     launcher = "--standalone"
     if nodes > 1:

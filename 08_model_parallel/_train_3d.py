@@ -21,6 +21,7 @@ from lm import weights
 from lm.data import Batches
 from lm.defaults import ON_CPU
 from lm.shapes import Config
+from lm.stages import STAGES_PER_RANK
 
 # DTensor warns of two collectives in a row, one over tensor ranks and one over shards. The gradient
 # norm and the hash of the weights need both.
@@ -31,15 +32,16 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def adapt_defaults(args) -> None:
-    """Replace default values that do not work with this mesh. Flags that were given stay.
+    """Set default values that depend on the mesh. Flags that were given stay.
 
-    Tensor and pipeline parallelism are not compiled. llama-124m, the default on a GPU, has one
-    matrix as embedding and head, which are in different stages with --pp.
+    llama-124m, the default on a GPU, has one matrix as embedding and head, which are in different
+    stages with --pp. And a stage computes many micro-batches in a row: with --reshard-after-forward
+    on, each of them would gather the weights of the stage again.
     """
     if args.pp > 1 and "model" not in args.given:
         args.model = ON_CPU.model
-    if "compile" not in args.given and (args.tp > 1 or args.pp > 1):
-        args.compile = False
+    if args.reshard_after_forward is None:
+        args.reshard_after_forward = "off" if args.pp > 1 else "on"
 
 
 def count_data_ranks(args, world_size: int) -> int:
@@ -59,12 +61,6 @@ def count_data_ranks(args, world_size: int) -> int:
 def check_layout(args, config: Config, batches: Batches) -> None:
     """Raise UserError if the model or the batch cannot be sharded as the flags say."""
     model = f"--model {args.model}"
-    if args.tp > 1 and args.compile:
-        raise UserError(
-            f"--compile with --tp {args.tp}: compiled, gradients are not those of one process: "
-            "leave it out"
-        )
-
     # The vocabulary is among them because fully_shard and DTensor share out unequal shards in
     # different ways.
     sizes = {}
@@ -80,17 +76,25 @@ def check_layout(args, config: Config, batches: Batches) -> None:
         )
 
     multiple = args.cp * args.tp
+    if args.cp > 1:
+        multiple = math.lcm(multiple, 2 * args.cp)  # a context rank has two chunks of a sequence
     if args.seq_len % multiple != 0:
         right_length = max(1, args.seq_len // multiple) * multiple
         raise UserError(
-            f"--seq-len {args.seq_len} is not a multiple of --cp {args.cp} x --tp {args.tp}: "
-            f"use {right_length}"
+            f"--seq-len {args.seq_len} is not a multiple of {multiple}, as --cp {args.cp} and "
+            f"--tp {args.tp} require: use {right_length}"
         )
 
-    if args.pp > config.num_hidden_layers:
+    stages_per_rank = STAGES_PER_RANK[args.schedule]
+    pipeline = f"--pp {args.pp}"
+    if stages_per_rank > 1:
+        pipeline += f" --schedule {args.schedule}"
+        if args.pp == 1:
+            raise UserError(f"{pipeline}: one rank is no pipeline: add --pp 2, or leave it out")
+    if args.pp * stages_per_rank > config.num_hidden_layers:
         raise UserError(
-            f"--pp {args.pp} is more than the {config.num_hidden_layers} layers of {model}: "
-            "use fewer stages"
+            f"{pipeline} needs {args.pp * stages_per_rank} layers, {model} has "
+            f"{config.num_hidden_layers}: use fewer stages"
         )
     if args.pp > 1 and config.tie_word_embeddings:
         raise UserError(
@@ -108,6 +112,14 @@ def check_layout(args, config: Config, batches: Batches) -> None:
         raise UserError(
             f"--pp {args.pp} needs {args.pp} micro-batches per step, and has "
             f"{batches.accumulation_steps}: {fix}"
+        )
+    if stages_per_rank > 1 and batches.accumulation_steps % args.pp != 0:
+        right_steps = batches.accumulation_steps // args.pp * args.pp
+        right_batch = args.global_batch_size // batches.accumulation_steps * right_steps
+        raise UserError(
+            f"{pipeline} needs a multiple of {args.pp} micro-batches per step, and has "
+            f"{batches.accumulation_steps}: use --global-batch-size {right_batch} "
+            f"--micro-batch-size {batches.micro_batch_size}"
         )
 
 
@@ -209,12 +221,14 @@ def dry_run(
         rows = list(pool.map(count, range(args.pp)))
 
     print(f"{args.model}: bytes on the first rank of each stage, of {args.world_size} fake ranks\n")
+    if args.schedule == "interleaved":
+        print(f"interleaved: the rank of stage s also has stage s + {args.pp}, in the same row\n")
     lines = [list(rows[0])]
     for row in rows:
         lines.append([report.for_people(key, value) for key, value in row.items()])
     print(table(lines))
     summary = {}
-    for name in ("model", "dtype", "world_size", "tp", "pp", "cp", "replicate"):
+    for name in ("model", "dtype", "world_size", "tp", "pp", "cp", "replicate", "schedule"):
         summary[name] = getattr(args, name)
     report.write_json({**summary, "device": "fake", "stages": rows}, args.json)
     return 0

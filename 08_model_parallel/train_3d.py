@@ -6,6 +6,7 @@ there are more GPUs than sequences in a batch. This script also shards the compu
 
     --tp N       tensor parallelism: N ranks share each matmul
     --pp N       pipeline parallelism: N stages have some consecutive layers each
+                 (--schedule interleaved: two smaller stages on each of N ranks)
     --cp N       context parallelism: N ranks share each sequence
 
 The remaining factor of the world size is data parallelism: world size / (tp * pp * cp) groups of
@@ -34,7 +35,6 @@ Next: launch/.
 import sys
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,11 +47,11 @@ import _train_3d as helper
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _stages import keep_stage
-from torch import Tensor
+from _stages import keep_stages, share_rope_tables
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -61,13 +61,14 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common import cli, hardware, report, runtime
 from common.torch_versions import all_gather_with_backward
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
-from lm.model import attend
+from lm.stages import STAGES_PER_RANK, stages_of_rank
 from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
 
@@ -96,6 +97,8 @@ def load_training_objects(args, data_rank, data_ranks, device):
         pp=args.pp,
         cp=args.cp,
         replicate=args.replicate,
+        schedule=args.schedule,
+        reshard_after_forward=args.reshard_after_forward == "on",
     )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     return TrainingObjects(
@@ -111,9 +114,9 @@ def load_training_objects(args, data_rank, data_ranks, device):
 
 
 class Place(NamedTuple):
-    """The numbers of a rank: its stage, and which sequences, tokens and matrix shards it has."""
+    """The numbers of a rank: which layers, sequences, tokens and matrix shards it has."""
 
-    stage: int
+    pipeline_rank: int
     data_rank: int
     context_rank: int
     tensor_rank: int
@@ -123,17 +126,17 @@ def find_place(args, data_ranks: int) -> Place:
     """Return the place of this rank in the mesh.
 
     Tensor ranks communicate most, so they are neighbours, and torchrun starts them on the same
-    node. Stages communicate least. For example, 8 ranks with --tp 2 --pp 2:
+    node. Pipeline ranks communicate least. For example, 8 ranks with --tp 2 --pp 2:
 
         rank           0  1  2  3  4  5  6  7
         tensor rank    0  1  0  1  0  1  0  1
         data rank      0  0  1  1  0  0  1  1
-        stage          0  0  0  0  1  1  1  1
+        pipeline rank  0  0  0  0  1  1  1  1
     """
     rest, tensor_rank = divmod(dist.get_rank(), args.tp)
     rest, context_rank = divmod(rest, args.cp)
-    stage, data_rank = divmod(rest, data_ranks)
-    return Place(stage, data_rank, context_rank, tensor_rank)
+    pipeline_rank, data_rank = divmod(rest, data_ranks)
+    return Place(pipeline_rank, data_rank, context_rank, tensor_rank)
 
 
 def make_mesh(args, data_ranks: int, device: torch.device) -> DeviceMesh:
@@ -209,37 +212,59 @@ def shard_matrices(model, mesh: DeviceMesh) -> None:
     # By default torch sends the weights of the first tensor rank to the others. Here there are none
     # yet: the parameters are on the meta device.
     parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+    if model.model.embed_tokens is not None:
+        model.model.embed_tokens.register_forward_hook(wait_for_tokens)
     # Embedding and head may share one parameter, which parallelize_module has replaced by two.
     model.tie_weights()
+
+
+def wait_for_tokens(_embedding: nn.Module, _inputs: tuple, hidden: Tensor) -> Tensor:
+    """Wait for the reduce-scatter of the embedding's output, before the first block gets it.
+
+    The output is an AsyncCollectiveTensor: torch waits for its values where they are first used.
+    In torch 2.13 a compiled block takes it for a tensor that needs no gradient, and the embedding
+    gets none (https://github.com/pytorch/pytorch/pull/191113). clone() uses the values.
+    """
+    return hidden.clone()
 
 
 # --- context parallelism
 
 
-def shard_sequences(model, args, mesh: DeviceMesh, place: Place, device: torch.device) -> slice:
-    """Prepare the model for this rank's tokens of each sequence; return which tokens these are."""
-    tokens_per_rank = args.seq_len // args.cp
-    first = place.context_rank * tokens_per_rank
-    my_tokens = slice(first, first + tokens_per_rank)
+def shard_sequences(
+    stages: dict[int, nn.Module], args, mesh: DeviceMesh, place: Place, device: torch.device
+) -> Tensor:
+    """Prepare the stages for this rank's tokens of each sequence; return their positions.
 
-    # By default the model numbers the tokens of its input from 0. With --cp, a rank's tokens start
+    With --cp, a sequence has 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r. The first
+    chunk sees one chunk of keys, and the last one sees all of them. In this order, called zigzag,
+    each rank computes equally many scores. With --cp 4:
+
+        context rank   0    1    2    3
+        chunks         0 7  1 6  2 5  3 4
+    """
+    chunk_positions = torch.arange(args.seq_len, device=device).chunk(2 * args.cp)
+    chunks = (place.context_rank, 2 * args.cp - 1 - place.context_rank)
+    my_positions = torch.cat([chunk_positions[chunk] for chunk in chunks])
+
+    # By default the model numbers the tokens of its input from 0. With --cp, a rank's tokens are
     # elsewhere. With --tp and --pp, the input of a later stage has only tokens / tp, and attention
     # gathers them again. So always pass the positions.
-    positions = torch.arange(args.seq_len, device=device)
-    my_positions = positions[my_tokens]
-    model.forward = partial(model.forward, positions=my_positions)
+    for module in stages.values():
+        module.forward = partial(module.forward, positions=my_positions)
     if args.cp == 1:
-        return my_tokens
+        return my_positions
 
-    is_future = positions > my_positions[:, None]  # [tokens / cp, tokens]
-    # Make the float mask once. From a boolean mask, scaled_dot_product_attention would make one in
-    # every layer, and autograd would keep each for backward.
-    mask = torch.zeros(is_future.shape, dtype=runtime.DTYPES[args.dtype], device=device)
-    mask.masked_fill_(is_future, -torch.inf)
+    # The last query of a chunk sees all keys up to the end of the chunk. These masks store nothing:
+    # they tell the kernel in which corner of the scores the diagonal ends. torch.compile cannot
+    # trace their creation, so make them once, outside of the blocks.
+    tokens = args.seq_len // (2 * args.cp)
+    masks = [causal_lower_right(tokens, (chunk + 1) * tokens) for chunk in chunks]
     group = context_group(args, mesh)
-    for block in model.model.layers.values():
-        block.self_attn.attend = partial(attend_to_all_tokens, mask=mask, group=group)
-    return my_tokens
+    for module in stages.values():
+        for block in module.model.layers.values():
+            block.self_attn.attend = partial(attend_to_all_tokens, masks=masks, group=group)
+    return my_positions
 
 
 def context_group(args, mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -265,32 +290,56 @@ def attend_to_all_tokens(
     *,
     is_causal: bool,
     enable_gqa: bool,
-    mask: Tensor,
+    masks: list[CausalBias],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Compute attention of this rank's queries to the keys and values of all context ranks.
+    """Compute causal attention of this rank's two chunks to the keys and values of all ranks.
 
     It replaces `attend` of lm/model.py, and has its arguments up to enable_gqa. It ignores _mask
-    and is_causal, because `mask` hides later tokens. q is [batch, heads, tokens / cp, head_dim].
+    and is_causal, because each chunk of queries has its own mask. q is [batch, heads, tokens / cp,
+    head_dim].
 
     In backward, a reduce-scatter sums the gradients of this rank's keys and values, which the
     queries of all ranks have used.
     """
-    kv = torch.stack((k, v))  # [2, batch, kv_heads, tokens / cp, head_dim]: one collective for both
+    # In memory a token's heads are together, as the matmuls before and after attention have them.
+    k = k.transpose(1, 2)  # [batch, tokens / cp, kv_heads, head_dim]
+    v = v.transpose(1, 2)
+    kv = torch.stack((k, v))  # one collective for both
     gathered = all_gather_with_backward(kv, gather_dim=0, group=group)  # [cp * 2, batch, ...]
-    gathered = gathered.unflatten(0, (-1, 2))  # [cp, 2, batch, kv_heads, tokens / cp, head_dim]
-    gathered = gathered.movedim(0, 3)  # [2, batch, kv_heads, cp, tokens / cp, head_dim]
-    keys, values = gathered.flatten(3, 4)  # each [batch, kv_heads, tokens, head_dim]
-    return attend(q, keys, values, mask, enable_gqa=enable_gqa)
+    # [cp, 2, batch, 2, tokens of a chunk, kv_heads, head_dim]
+    gathered = gathered.unflatten(0, (-1, 2)).unflatten(3, (2, -1))
+    early, late = gathered.unbind(3)
+    in_order = torch.cat((early, late.flip(0)))  # [cp * 2, 2, batch, chunk, kv_heads, head_dim]
+    in_order = in_order.movedim(0, 2).flatten(2, 3)  # [2, batch, tokens, kv_heads, head_dim]
+    if enable_gqa and q.dtype == torch.float32:
+        # In fp32 torch has no fused kernel for grouped heads. It would make a mask in memory.
+        in_order = in_order.repeat_interleave(q.shape[1] // k.shape[2], dim=3)
+        enable_gqa = False
+    keys, values = in_order.transpose(2, 3)  # each [batch, heads, tokens, head_dim]
+
+    outputs = []
+    for queries, mask in zip(q.chunk(2, dim=2), masks, strict=True):
+        end = mask.seq_len_kv  # the chunk sees no key after its own
+        output = F.scaled_dot_product_attention(
+            queries, keys[:, :, :end], values[:, :, :end], mask, enable_gqa=enable_gqa
+        )
+        outputs.append(output.transpose(1, 2))  # [batch, tokens of a chunk, heads, head_dim]
+    return torch.cat(outputs, dim=1).transpose(1, 2)
 
 
 # --- data parallelism, and the order in which all of them are applied
 
 
 # YOURS: the layers of your model.
-def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
-    """Reduce a model on the meta device to what this rank holds of it. The order matters."""
-    keep_stage(model, stage, args.pp)  # 1. some of the layers
+def parallelize(model, args, mesh: DeviceMesh, pipeline_rank: int) -> dict[int, nn.Module]:
+    """Reduce a model on the meta device to what this rank holds of it. The order matters.
+
+    Return this rank's stages by number. Without --pp the model is stage 0 of 1.
+    """
+    # 1. Some of the layers.
+    kept = stages_of_rank(pipeline_rank, args.pp, args.schedule)
+    stages = keep_stages(model, kept, args.pp * STAGES_PER_RANK[args.schedule])
     if args.tp > 1:
         shard_matrices(model, mesh)  # 2. of these layers, some heads and channels
     checkpoint_blocks(model, args.checkpointing)  # 3. backward recomputes activations
@@ -306,7 +355,7 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        # None frees the gathered weights of each block after its forward, but not those of the root
+        # None frees the gathered weights of each group after its forward, but not those of the root
         # module, which backward needs first.
         "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
     }
@@ -314,94 +363,124 @@ def parallelize(model, args, mesh: DeviceMesh, stage: int) -> None:
         options["mesh"] = mesh["replicate", "shard"]
 
     # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
-    blocks = list(model.model.layers.values())
-    for block in blocks:
+    for block in model.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         fully_shard(block, **options)
-    # The rest is one group: embeddings, final norm and head. Two of them may be one matrix.
-    fully_shard(model, **options)
-
-    # While one block computes, gather the next one.
-    for block, next_block in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([next_block])
-        next_block.set_modules_to_backward_prefetch([block])
+    if not model.config.tie_word_embeddings:
+        # Two groups, so that embedding and head are not gathered at the same time.
+        if model.model.embed_tokens is not None:
+            fully_shard(model.model.embed_tokens, **options)
+            # The gradient of an embedding does not depend on its weight: backward need not gather
+            # it.
+            model.model.embed_tokens.set_unshard_in_backward(False)
+        if model.lm_head is not None:
+            # Backward starts with the head, so it stays gathered after forward.
+            head_options = options | {"reshard_after_forward": False}
+            fully_shard([model.model.norm, model.lm_head], **head_options)
+    # The root modules. In a tied model one is one more group: embedding, final norm and head.
+    for module in stages.values():
+        fully_shard(module, **options)
+    return stages
 
 
 # --- pipeline parallelism
 
 
 class Pipeline:
-    """The stage of this rank, and what it exchanges with the stages before and after it.
+    """The stages of this rank, and what they exchange with the stages before and after them.
 
     The first stage turns tokens into hidden states, [micro_batch, tokens / cp / tp, hidden]. It
     sends them to the next stage, and so on. The last stage computes the loss. The gradients of the
     hidden states travel back. A step has several micro-batches, so that all stages have work at the
     same time.
 
-    model(inputs) returns hidden states, and logits on the last stage. With targets, the last stage
+    stage(inputs) returns hidden states, and logits on the last stage. With targets, the last stage
     returns their loss instead.
     """
 
     def __init__(
-        self, model, args, batches: data.Batches, mesh: DeviceMesh, stage: int, device: torch.device
+        self,
+        stages: dict[int, nn.Module],
+        args,
+        batches: data.Batches,
+        mesh: DeviceMesh,
+        device: torch.device,
     ) -> None:
-        self.model = model
-        self.stage = stage
-        self.stages = args.pp
-        self.is_last = stage == args.pp - 1
+        self.stages = stages
+        self.ranks = args.pp
+        self.last = args.pp * len(stages) - 1
         self.group = mesh.get_group("pipeline")
+        some_stage, *_ = stages.values()
         # Evaluation receives hidden states in this buffer.
         self.hidden = torch.zeros(
             batches.micro_batch_size,
             args.seq_len // args.cp // args.tp,
-            model.config.hidden_size,
+            some_stage.config.hidden_size,
             dtype=runtime.DTYPES[args.dtype],
             device=device,
         )
 
         def loss_of_micro_batch(logits: Tensor, targets: Tensor) -> Tensor:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-            # full_tensor: with --tp, loss_parallel returns a DTensor.
+            # full_tensor: with --tp, loss_parallel returns a DTensor. All micro-batches have
+            # equally many targets, so the mean of their means is the mean over all targets.
             return runtime.full_tensor(loss) / batches.accumulation_steps
 
-        # "One forward, one backward": a stage holds the activations of at most args.pp
-        # micro-batches. pipeline_parallel.py draws the schedule. torch lets FSDP reduce-scatter in
-        # the last backward of a step only, so a rank holds the full gradients of its stage.
-        self.schedule = Schedule1F1B(
-            PipelineStage(model, stage, args.pp, device, group=self.group),
-            batches.accumulation_steps,
-            loss_fn=loss_of_micro_batch,
-            scale_grads=False,  # the loss is already divided by the number of micro-batches
-        )
+        torch_stages = []
+        for number, module in stages.items():
+            stage = PipelineStage(module, number, self.last + 1, device, group=self.group)
+            torch_stages.append(stage)
+        options = {
+            "n_microbatches": batches.accumulation_steps,
+            "loss_fn": loss_of_micro_batch,
+            "scale_grads": False,  # the loss is already divided by the number of micro-batches
+        }
+        # pipeline_parallel.py draws both schedules. torch lets FSDP reduce-scatter after the last
+        # backward of a step only, so a rank holds the full gradients of its stages.
+        if args.schedule == "interleaved":
+            # Stages are half as large, so the pipeline fills and drains in half the time.
+            self.schedule = ScheduleInterleaved1F1B(torch_stages, **options)
+        else:
+            # "One forward, one backward": a stage holds the activations of at most args.pp
+            # micro-batches.
+            self.schedule = Schedule1F1B(*torch_stages, **options)
+
+    @property
+    def has_last(self) -> bool:
+        """True if this rank has the last stage, which computes the loss."""
+        return self.last in self.stages
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run all micro-batches of a step, [accumulation_steps * micro_batch, tokens / cp].
 
-        Return a loss whose mean over the stages is the loss of the step. Only the last stage knows
-        the loss: it returns the loss times the number of stages, and the others return 0.
+        Return a loss whose mean over the ranks is the loss of the step. Only the last stage knows
+        the loss: its rank returns the loss times the number of ranks, and the others return 0.
         """
         losses = []
-        if self.stage == 0:
+        if 0 in self.stages:
             self.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
         else:
             self.schedule.step(target=targets, losses=losses, return_outputs=False)
-        if not self.is_last:
+        if not self.has_last:
             return torch.zeros((), device=targets.device)
-        return self.stages * torch.stack(losses).sum().detach()
+        return self.ranks * torch.stack(losses).sum().detach()
 
     def forward_only(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run one micro-batch through all stages, for evaluation. All stages must call it.
+        """Run one micro-batch through all stages, for evaluation. All ranks must call it.
 
-        The last stage returns the sum of the losses of its tokens, and the others return 0.
+        The rank of the last stage returns the sum of the losses of its tokens, and the others
+        return 0.
         """
-        if self.stage > 0:
-            dist.recv(self.hidden, group=self.group, group_src=self.stage - 1)
-            inputs = self.hidden
-        output = self.model(inputs, targets, reduction="sum")
-        if self.is_last:
-            return runtime.full_tensor(output)
-        dist.send(output.contiguous(), group=self.group, group_dst=self.stage + 1)
+        for number, module in self.stages.items():
+            if number > 0:
+                dist.recv(self.hidden, group=self.group, group_src=(number - 1) % self.ranks)
+                inputs = self.hidden
+            output = module(inputs, targets, reduction="sum")
+            if number == self.last:
+                return runtime.full_tensor(output)
+            next_rank = (number + 1) % self.ranks
+            dist.send(output.contiguous(), group=self.group, group_dst=next_rank)
         return torch.zeros((), device=targets.device)
 
 
@@ -432,6 +511,12 @@ def main() -> int:
     )
     parser.add_argument("--pp", type=cli.positive_int, default=1, help="stages of layers")
     parser.add_argument(
+        "--schedule",
+        choices=tuple(STAGES_PER_RANK),
+        default="1f1b",
+        help="of --pp; interleaved: two smaller stages per rank",
+    )
+    parser.add_argument(
         "--cp", type=cli.positive_int, default=1, help="ranks that share each sequence"
     )
     parser.add_argument(
@@ -443,8 +528,7 @@ def main() -> int:
     parser.add_argument(
         "--reshard-after-forward",
         choices=("on", "off"),
-        default="on",
-        help="off: keep gathered blocks until backward",
+        help="off: keep gathered blocks until backward (default: on; with --pp off)",
     )
     parser.add_argument(
         "--dry-run",
@@ -482,12 +566,13 @@ def main() -> int:
     held_out = batches.evaluation()
     helper.check_layout(args, model.config, batches)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    parallelize(model, args, mesh, place.stage)
+    stages = parallelize(model, args, mesh, place.pipeline_rank)
     weights.materialize(model, args.model, seed=args.seed, device=device)
-    my_tokens = shard_sequences(model, args, mesh, place, device)
+    share_rope_tables(model, stages)
+    my_tokens = shard_sequences(stages, args, mesh, place, device)
     pipeline = None
     if args.pp > 1:
-        pipeline = Pipeline(model, args, batches, mesh, place.stage, device)
+        pipeline = Pipeline(stages, args, batches, mesh, device)
     run_context = ExitStack()  # stays open until the process ends
     if args.tp > 1:
         # Compute each loss, in forward and backward, from logits that are sharded by vocabulary.
@@ -537,8 +622,8 @@ def main() -> int:
             micro_batches = [meter.next(stream) for _ in range(batches.accumulation_steps)]
             inputs = torch.cat([inputs for inputs, _ in micro_batches])
             targets = torch.cat([targets for _, targets in micro_batches])
-            inputs = inputs[:, my_tokens].contiguous()
-            targets = targets[:, my_tokens].contiguous()
+            inputs = inputs[:, my_tokens]
+            targets = targets[:, my_tokens]
             with meter.forward():
                 step_loss += pipeline.forward_backward(inputs, targets)
         else:
@@ -551,6 +636,8 @@ def main() -> int:
                 # --replicate, the last backward of a step also all-reduces between the copies.
                 is_last_micro_step = micro_step == batches.accumulation_steps
                 model.set_requires_all_reduce(is_last_micro_step)
+                # A mean of means, over micro-batches and then over ranks: right because all have
+                # equally many targets. 06_fsdp_zero/finetune.py shows what to do if they have not.
                 with meter.forward():
                     loss = model(inputs, targets) / batches.accumulation_steps
                 loss = runtime.full_tensor(loss)  # with --tp, loss_parallel returns a DTensor
@@ -609,11 +696,11 @@ def evaluate(model, batches, device, my_tokens, pipeline) -> float:
     loss_sum = torch.zeros((), device=device)
     token_count = torch.zeros((), device=device)
     for inputs, targets in batches:
-        inputs = inputs[:, my_tokens].to(device)
-        targets = targets[:, my_tokens].to(device)
+        inputs = inputs.to(device)[:, my_tokens]
+        targets = targets.to(device)[:, my_tokens]
         if pipeline is not None:
             loss_sum += pipeline.forward_only(inputs, targets)
-            if not pipeline.is_last:
+            if not pipeline.has_last:
                 continue  # the last stage counts the tokens
         else:
             loss_sum += runtime.full_tensor(model(inputs, targets, reduction="sum"))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from _measure import REPO
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils import clip_grad_norm_
 
 from lm import model, optim, shapes, weights
@@ -25,6 +26,7 @@ from chunked_loss import chunked_cross_entropy
 
 VOCABULARY = 256  # of nano, whose size is the tokenizer's
 CHUNK_TOKENS = 2048
+CONTEXT_CHUNKS = 4  # of a sequence on two context ranks
 BETAS = (0.9, 0.95)
 LEARNING_RATE = 1e-4
 # of the first results. In bf16 another order of sums rounds differently.
@@ -187,23 +189,28 @@ def loss(setting: Setting) -> Variants:
 # --- attention
 
 
+def random_attention_inputs(setting: Setting, queries: int, keys: int) -> tuple[Tensor, ...]:
+    """Return q, k and v of one layer, [batch, heads, queries or keys, head_dim]."""
+    c = setting.config
+    dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+    generator = torch.Generator(setting.device).manual_seed(0)
+    kv_heads = c.num_key_value_heads
+    tensors = []
+    for heads, tokens in ((c.num_attention_heads, queries), (kv_heads, keys), (kv_heads, keys)):
+        size = (len(setting.tokens), heads, tokens, c.head_dim)
+        values = torch.randn(size, generator=generator, device=setting.device, dtype=dtype)
+        tensors.append(values.requires_grad_())
+    return tuple(tensors)
+
+
 def attention(setting: Setting) -> Variants:
     """Return forward and backward of one layer's attention, by two kernels of torch."""
     c = setting.config
-    batch, tokens = setting.tokens.shape
-    dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+    tokens = setting.tokens.shape[1] - 1
     other = SDPBackend.CUDNN_ATTENTION if setting.device.type == "cuda" else SDPBackend.MATH
 
-    def random(heads: int, generator: torch.Generator) -> Tensor:
-        size = (batch, heads, tokens - 1, c.head_dim)
-        values = torch.randn(size, generator=generator, device=setting.device, dtype=dtype)
-        return values.requires_grad_()
-
     def prepare(kernel: SDPBackend) -> Step:
-        generator = torch.Generator(setting.device).manual_seed(0)
-        q = random(c.num_attention_heads, generator)
-        k = random(c.num_key_value_heads, generator)
-        v = random(c.num_key_value_heads, generator)
+        q, k, v = random_attention_inputs(setting, tokens, tokens)
         grouped = c.num_attention_heads != c.num_key_value_heads
 
         def step() -> Tensor:
@@ -218,6 +225,63 @@ def attention(setting: Setting) -> Variants:
     for kernel in (SDPBackend.FLASH_ATTENTION, other):
         variants[kernel.name] = partial(prepare, kernel)
     return variants, TOLERANCES[setting.dtype]
+
+
+# --- context
+
+
+def context(setting: Setting) -> Variants:
+    """Return forward and backward of one layer's attention on one of two context ranks.
+
+    Each sequence has four chunks, and the rank has the queries of the first and the last one. Two
+    causal calls, as in 08_model_parallel/train_3d.py, compute half of the scores; on a GPU torch
+    takes flash attention for them. One call with a mask computes all scores; for it torch chooses
+    among its kernels, on an H100 cuDNN's first.
+    """
+    c = setting.config
+    chunk = (setting.tokens.shape[1] - 1) // CONTEXT_CHUNKS
+    keys = CONTEXT_CHUNKS * chunk
+    grouped = c.num_attention_heads != c.num_key_value_heads
+    positions = torch.arange(keys, device=setting.device)
+
+    def with_gradients(compute: Callable) -> Step:
+        q, k, v = random_attention_inputs(setting, 2 * chunk, keys)
+
+        def step() -> Tensor:
+            y = compute(q, k, v)
+            gradients = torch.autograd.grad(y, (q, k, v), y)
+            return sample([y, *gradients])
+
+        return step
+
+    def causal() -> Step:
+        masks = [causal_lower_right(chunk, chunk), causal_lower_right(chunk, keys)]
+
+        def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            outputs = []
+            for queries, mask in zip(q.chunk(2, dim=2), masks, strict=True):
+                end = mask.seq_len_kv
+                output = F.scaled_dot_product_attention(
+                    queries, k[:, :, :end], v[:, :, :end], mask, enable_gqa=grouped
+                )
+                outputs.append(output)
+            return torch.cat(outputs, dim=2)
+
+        return with_gradients(compute)
+
+    def masked() -> Step:
+        own_positions = torch.cat((positions[:chunk], positions[-chunk:]))
+        is_future = positions > own_positions[:, None]  # [queries, keys]
+        dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+        mask = torch.zeros(is_future.shape, dtype=dtype, device=setting.device)
+        mask.masked_fill_(is_future, -torch.inf)
+
+        def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return model.attend(q, k, v, mask, enable_gqa=grouped)
+
+        return with_gradients(compute)
+
+    return {"two causal calls": causal, "a mask": masked}, TOLERANCES[setting.dtype]
 
 
 # --- moments

@@ -52,8 +52,13 @@ def down_proj_shape(mlp: nn.Module) -> tuple[int, ...]:
     return tuple(reversed(weight.shape))
 
 
-# Attention, by any kernel of scaled_dot_product_attention, and by varlen_attn.
-ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn")
+# Attention: any kernel of scaled_dot_product_attention, the one that causal_lower_right of
+# torch.nn.attention.bias calls in fp32 on CUDA, and varlen_attn.
+ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "aten::_efficient_attention_forward",
+    "torch_attn::_varlen_attn",
+)
 
 
 def selective_contexts(last_matmul: tuple[int, ...]) -> tuple:

@@ -31,20 +31,23 @@ def attention_parts(rank: Rank) -> Parts:
     """Return what the attention of a block keeps.
 
     It keeps its norm and input, and for the attention kernel q, k, v, the output and the fp32
-    log-sum-exp of each head. Context parallelism keeps the keys and values of all its ranks, unless
-    it is a ring. Latent attention gives each head its own key and value; it also keeps the latents
+    log-sum-exp of each head. Context parallelism, unless it is a ring, keeps the keys and values of
+    all its ranks; and the output twice: of two chunks for the kernel, and joined for the next
+    matmul. Latent attention gives each head its own key and value; it also keeps the latents
     before and after their norm, the shared key, and queries and keys before rotation.
     """
     shape = rank.shape
     keys_and_values = 2 * shape.kv_width
     if shape.kv_rank:
         keys_and_values = shape.q_width + shape.value_width
-    gathered_ranks = 1 if rank.plan.ring else rank.plan.cp
+    gathers = rank.plan.cp > 1 and not rank.plan.ring
+    gathered_ranks = rank.plan.cp if gathers else 1
+    outputs = 2 if gathers else 1
     parts = {
         **norm_parts(rank),
         "q": shape.q_width * rank.e,
         "k, v": gathered_ranks * keys_and_values * rank.e,
-        "attention's output": shape.value_width * rank.e,
+        "attention's output": outputs * shape.value_width * rank.e,
         "log-sum-exp": 4 * shape.heads,
     }
     if shape.kv_rank:

@@ -28,6 +28,8 @@ def fit_micro_batch(
     pp: int = 1,
     cp: int = 1,
     replicate: int = 1,
+    schedule: str = "1f1b",
+    reshard_after_forward: bool = True,
 ) -> int | None:
     """Return --micro-batch-size or, if it was not given, the largest size that fits on every GPU.
 
@@ -38,7 +40,7 @@ def fit_micro_batch(
 
     Arguments:
         gpus: ranks of the job
-        zero, deepspeed, tp, pp, cp, replicate: as in planner.plan.Plan
+        others: as in planner.plan.Plan
     """
     plan = Plan(
         gpus=gpus,
@@ -48,6 +50,8 @@ def fit_micro_batch(
         pp=pp,
         cp=cp,
         replicate=replicate,
+        schedule=schedule,
+        reshard_after_forward=reshard_after_forward,
         seq_len=args.seq_len,
         dtype=args.dtype,
         compile=bool(args.compile),

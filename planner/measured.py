@@ -41,7 +41,7 @@ INT4_STREAM = 0.395
 # was counted: 552 kernels for a step of nano's six layers (counted-per-step-2026-11-25.md).
 LAUNCH_SECONDS = 6e-6
 LAUNCHES = {"eager": 92, "compiled": 30}
-# More launches where weights are DTensors (tensor parallelism).
+# More launches where weights are DTensors (tensor parallelism). A compiled block has none.
 TENSOR_LAUNCHES = 3
 LINK = 0.6  # of the links inside a node
 NETWORK = 0.6  # of the links between nodes

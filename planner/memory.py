@@ -214,7 +214,7 @@ def kept_activations(rank: Rank) -> Row:
     cells["first attention"] = of_other_micro_batches + in_attention
     words = f"{tokens:,.0f} tokens x ({rank.layers} layers x {of_block:,.0f} bytes"
     if rank.plan.pp > 1:
-        words += f" x {rank.in_flight} micro-batches in flight"
+        words += f" x {rank.in_flight:g} micro-batches in flight"
     if rank.has_head:
         words += f" + {activations.norm_and_input(rank):,.0f} for the head"
     words += f"); a layer keeps {activations.in_words(rank, experts=experts)}"
@@ -236,8 +236,6 @@ def activation_bytes(rank: Rank) -> float:
 
     if rank.has_embedding:
         size += plan.tokens * 2 * 8  # int64 ids of inputs and targets
-    if plan.cp > 1 and not plan.ring:  # one attention mask for all layers
-        size += plan.seq_len / plan.cp * plan.seq_len * rank.e * rank.in_flight
     return size
 
 
@@ -280,13 +278,16 @@ def gathered_weights(rank: Rank) -> Row:
     """Return the row of the weights that FSDP gathers, in --dtype.
 
     Two blocks: one that computes, and the next one on its way. At the loss no next one is on its
-    way. Embedding and head stay gathered from forward to backward. In a pipeline torch keeps all
-    blocks that backward has gathered until the last backward of the step. DeepSpeed gathers fp32
-    weights, and autocast casts them.
+    way. Embedding and head stay gathered from forward to backward. In a pipeline all weights of the
+    stage stay gathered until the last backward of the step; or, with --reshard-after-forward on,
+    those that backward has gathered. DeepSpeed gathers fp32 weights, and autocast casts them.
     """
     if rank.plan.zero < 3:
         return Row("gathered weights", {}, "every rank holds all weights")
     size = rank.e if rank.plan.is_fsdp else 4
+    if rank.weights_stay_gathered:
+        words = f"{rank.all_parameters:,.0f} parameters x {size} bytes: gathered once a step"
+        return Row("gathered weights", always(rank.all_parameters * size), words)
     blocks = 2 * rank.largest_layer
     cells = always((blocks + rank.root) * size)
     if rank.gradients_stay_whole:

@@ -54,6 +54,8 @@ def choose(
     if plan.pp > 1:
         largest = max(1, share // (2 * plan.pp))
     sizes = [size for size in _powers_of_two(share) if size <= largest]
+    if plan.stages_per_rank > 1:  # train_3d.py requires a multiple of pp micro-batches
+        sizes = [size for size in sizes if share // size % plan.pp == 0]
     if earlier is not None and share % earlier == 0:
         sizes.insert(0, earlier)
     for size in sizes:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from common import hardware
 from lm.defaults import default_flags
+from lm.stages import STAGES_PER_RANK
 from planner.shape import Shape
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
@@ -60,7 +61,9 @@ class Plan:
     zero: int = 0  # what data-parallel ranks shard: 0 nothing (DDP), 3 everything (FSDP)
     deepspeed: bool = False  # zero 3 by train_zero.py, which also has 1 and 2, and not by FSDP
     tp: int = 1  # tensor parallel, with sequence parallel
-    pp: int = 1  # pipeline stages, 1F1B
+    pp: int = 1  # pipeline ranks
+    schedule: str = "1f1b"  # of the pipeline; "interleaved" has two stages on each rank
+    reshard_after_forward: bool = False  # of a pipeline's FSDP; without a pipeline it always does
     cp: int = 1  # context parallel
     ring: bool = False  # context parallel by a ring in zigzag order, which train_3d.py has not
     ep: int = 1  # expert parallel
@@ -75,6 +78,16 @@ class Plan:
     loss: str | None = None  # None: what the script computes, see loss_method
     adapters: int = 0  # rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
     on_cpu: bool = False
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages on a rank."""
+        return STAGES_PER_RANK[self.schedule]
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages on all ranks."""
+        return self.pp * self.stages_per_rank
 
     @property
     def dp(self) -> int:
@@ -150,11 +163,18 @@ def check(shape: Shape, plan: Plan) -> None:
     divides("--tp", plan.tp, "key-value heads", shape.heads if shape.kv_rank else shape.kv_heads)
     divides("--tp", plan.tp, "columns of the feed-forward part", shape.ffn)
     divides("--tp x --cp", plan.tp * plan.cp, "tokens of a sequence", plan.seq_len)
+    if plan.cp > 1:  # a rank has two chunks of each sequence
+        divides("2 x --cp", 2 * plan.cp, "tokens of a sequence", plan.seq_len)
     divides("--replicate", plan.replicate, "data-parallel ranks", plan.dp)
     stage_ranks = plan.gpus // plan.pp // plan.replicate
     divides("--ep", plan.ep, "ranks of a pipeline stage and replica", stage_ranks)
-    if plan.pp > shape.layers:
-        raise ValueError(f"--pp {plan.pp} is more than the {shape.layers} layers of {shape.name}")
+    if plan.stages > shape.layers:
+        raise ValueError(
+            f"--pp {plan.pp} --schedule {plan.schedule} has {plan.stages} stages, more than the "
+            f"{shape.layers} layers of {shape.name}"
+        )
+    if plan.pp == 1 and plan.schedule != "1f1b":
+        raise ValueError(f"--schedule {plan.schedule} is of a pipeline: add --pp, or leave it out")
     divides("--ep", plan.ep, "experts", shape.experts or 1)
 
 
@@ -165,6 +185,7 @@ def _check_values(plan: Plan) -> None:
         "checkpointing": CHECKPOINTING,
         "optimizer": OPTIMIZERS,
         "loss": (None, *LOSSES),
+        "schedule": STAGES_PER_RANK,
     }
     for name, known in choices.items():
         value = getattr(plan, name)

@@ -1,13 +1,14 @@
 """One rank of a plan, with the sizes that its bytes and seconds follow from."""
 
+from lm.stages import split_layers, stages_of_rank
 from planner.plan import DTYPES, Plan
 from planner.shape import Shape, count
 
 
 class Rank:
-    """One tensor- and expert-parallel rank of pipeline stage `stage`, counted from 0.
+    """One tensor- and expert-parallel rank of pipeline rank `stage`, counted from 0.
 
-    Parameters are those of the rank's stage after tp and ep, and before ZeRO or FSDP shards them:
+    Parameters are those of the rank's stages after tp and ep, and before ZeRO or FSDP shards them:
 
         parameters         outside the routed experts
         expert_parameters  in the routed experts
@@ -27,7 +28,7 @@ class Rank:
         self.e = DTYPES[plan.dtype]
 
         # Layers. A tied head is the embedding's matrix, if the stage has both.
-        layers = layer_range(shape.layers, plan.pp, stage)
+        layers = layers_of_rank(shape, plan, stage)
         first_expert_layer = shape.layers - shape.expert_layers
         self.layers = len(layers)
         self.expert_layers = sum(layer >= first_expert_layer for layer in layers)
@@ -69,12 +70,19 @@ class Rank:
         if under_autocast and plan.dtype != "fp32":
             self.cast_size = self.e
 
-        # Tokens, and micro-batches that wait for backward under 1F1B.
+        # Tokens, and micro-batches that wait for backward. 1F1B starts one for each later stage.
+        # Interleaved, a rank starts twice as many, and one for each rank before it goes on to its
+        # next stage (Narayanan et al. 2021, section 2.2). Each is of one of its stages.
         self.own_tokens = plan.tokens / plan.tp
-        self.in_flight = min(plan.pp - stage, plan.micro_batches)
+        later = plan.pp - 1 - stage
+        per_rank = plan.stages_per_rank
+        started = later + 1 if per_rank == 1 else 2 * later + (per_rank - 1) * plan.pp + 1
+        self.in_flight = min(started, per_rank * plan.micro_batches) / per_rank
 
-        # In a pipeline FSDP reduces gradients once, after the last backward of the step.
+        # In a pipeline FSDP reduces gradients once, after the last backward of the step. Without
+        # resharding, the weights also stay gathered until then.
         self.gradients_stay_whole = plan.is_fsdp and plan.pp > 1
+        self.weights_stay_gathered = self.gradients_stay_whole and not plan.reshard_after_forward
         # Else gradients come one by one in backward. They are there all the time if micro-batches
         # accumulate in them, and in DDP's buckets.
         self.gradients_are_there = plan.micro_batches > 1 or plan.is_ddp
@@ -96,14 +104,14 @@ class Rank:
         return adapters / self.plan.shards
 
 
-def layer_range(layers: int, stages: int, stage: int) -> range:
-    """Return the layers of a stage. If stages do not divide the layers, the first have one more."""
-    each, more = divmod(layers, stages)
-    start = stage * each + min(stage, more)
-    end = start + each
-    if stage < more:
-        end += 1
-    return range(start, end)
+def layers_of_rank(shape: Shape, plan: Plan, rank: int) -> list[int]:
+    """Return the numbers of the layers that a pipeline rank has."""
+    layer = sum(shape.layer_parameters(experts=shape.expert_layers > 0, active=True))
+    ranges = split_layers(shape.layers, plan.stages, shape.embedding / layer)
+    layers = []
+    for stage in stages_of_rank(rank, plan.pp, plan.schedule):
+        layers += ranges[stage]
+    return layers
 
 
 def _adapted_widths(shape: Shape) -> list[int]:

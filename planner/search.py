@@ -7,6 +7,7 @@ from itertools import product
 from planner.machine import Machine
 from planner.memory import Memory, peak
 from planner.plan import CHECKPOINTING, Plan, check
+from planner.rank import layers_of_rank
 from planner.shape import Shape
 from planner.step import Step, step
 
@@ -79,8 +80,11 @@ def layouts(
     fitting = []
     least = None
     for plan in candidates(shape, base, sequences=sequences, node=node, fixed=fixed):
-        # The first stage has the most micro-batches in flight, the last one the logits.
-        memory = peak(shape, plan, stages=sorted({0, plan.pp - 1}))
+        # The first stage has the most micro-batches in flight, the last one the logits, and one the
+        # most layers.
+        counts = [len(layers_of_rank(shape, plan, stage)) for stage in range(plan.pp)]
+        stages = sorted({0, counts.index(max(counts)), plan.pp - 1})
+        memory = peak(shape, plan, stages=stages)
         needed = memory.total_bytes()
         least = needed if least is None else min(least, needed)
         if needed <= room:

@@ -81,14 +81,11 @@ def attention_flops(rank: Rank) -> float:
     """Return the FLOPs of one layer's attention in forward: two matmuls, queries by keys.
 
     Kernels compute the scores in tiles, and skip the tiles above the diagonal. Of n x n tiles
-    (n + 1) n / 2 are left. Context parallelism computes all of them, and masks, unless it is a
-    ring in zigzag order, which skips as many on each rank.
+    (n + 1) n / 2 are left. Context parallelism shares them out equally, by zigzag order.
     """
     plan = rank.plan
     tiles = max(1, plan.seq_len / TILE)
     computed = (tiles + 1) / (2 * tiles)
-    if plan.cp > 1 and not plan.ring:
-        computed = 1.0
     widths = rank.shape.q_width + rank.shape.value_width
     return 2 * rank.own_tokens * widths * plan.seq_len * computed
 
@@ -217,7 +214,8 @@ def tensor_seconds(rank: Rank, machine: Machine, *, experts: bool) -> float:
 def context_seconds(rank: Rank, machine: Machine) -> float:
     """Return the seconds in which context-parallel ranks gather one layer's keys and values.
 
-    In a ring each rank sends to the next one, through its own port, once for each other rank.
+    Then two copies bring them in order, and one joins the outputs of a rank's two chunks. In a ring
+    each rank sends to the next one, through its own port, once for each other rank.
     """
     plan = rank.plan
     shape = rank.shape
@@ -229,7 +227,11 @@ def context_seconds(rank: Rank, machine: Machine) -> float:
         hops = plan.cp - 1
         seconds = machine.gather(plan.cp, plan.tp, size, all_to_all=True)
         return seconds + hops * measured.START_SECONDS
-    return machine.gather(plan.cp, plan.tp, size, calls=2)
+    if plan.cp == 1:
+        return 0.0
+    outputs = rank.own_tokens * shape.value_width * rank.e
+    copies = machine.moved(4 * size + 2 * outputs)
+    return machine.gather(plan.cp, plan.tp, size, calls=2) + copies
 
 
 def expert_seconds(rank: Rank, machine: Machine) -> float:
@@ -241,7 +243,7 @@ def expert_seconds(rank: Rank, machine: Machine) -> float:
 def launch_seconds(rank: Rank) -> float:
     """Return the seconds in which Python starts the kernels of one layer, forward and backward."""
     launches = measured.LAUNCHES["compiled" if rank.plan.compile else "eager"]
-    if rank.plan.tp > 1:
+    if rank.plan.tp > 1 and not rank.plan.compile:
         launches *= measured.TENSOR_LAUNCHES
     if rank.plan.checkpointing != "none":
         launches *= 4 / 3  # forward runs twice
@@ -351,8 +353,9 @@ def fsdp_seconds(rank: Rank, machine: Machine, busy: float) -> float:
     """Return the seconds that FSDP adds to a step.
 
     Every micro-batch gathers the weights for forward and for backward, and reduces the gradients.
-    In a pipeline gradients are reduced once, after the last backward, and what backward has
-    gathered stays. Replicas then average what they hold.
+    In a pipeline gradients are reduced once, after the last backward. Weights are gathered once;
+    or, with --reshard-after-forward on, for each forward and until backward has gathered them.
+    Replicas then average what they hold.
 
     fully_shard copies beside the collectives. To gather, it casts a shard from fp32 to --dtype and
     copies it (4 + 2 and 2 + 2 bytes), beside other kernels; it copies the gathered numbers out (2 +
@@ -365,6 +368,8 @@ def fsdp_seconds(rank: Rank, machine: Machine, busy: float) -> float:
     if rank.gradients_stay_whole:
         gathers = times + plan.pp - 1
         reduces = 1
+    if rank.weights_stay_gathered:
+        gathers = 1
     reduced = rank.all_parameters
     if plan.adapters:
         reduced = rank.layer_adapters * rank.layers
@@ -375,7 +380,9 @@ def fsdp_seconds(rank: Rank, machine: Machine, busy: float) -> float:
     communication += 2 * machine.gather(plan.replicate, plan.tp * plan.shards, replicas)
 
     # Embedding and head stay gathered from forward to backward.
-    gathered = gathers * rank.all_parameters - (gathers / 2) * rank.root
+    gathered = gathers * rank.all_parameters
+    if not rank.weights_stay_gathered:
+        gathered -= (gathers / 2) * rank.root
     in_stream = machine.moved(2 * rank.e * gathered, measured.STREAM)
     beside = machine.moved((4 + 3 * rank.e) * gathered + (rank.e + 12) * reduces * reduced)
     return in_stream + behind(times * busy, communication + beside)
@@ -387,7 +394,7 @@ def send_seconds(rank: Rank, machine: Machine) -> float:
     While the first micro-batch fills the pipeline all other stages wait for it.
     """
     plan = rank.plan
-    sends = 2 * (plan.micro_batches + plan.pp - 1)
+    sends = 2 * (plan.stages_per_rank * plan.micro_batches + plan.pp - 1)
     size = rank.own_tokens * rank.shape.hidden * rank.e
     return sends * machine.gather(min(plan.pp, 2), plan.gpus // plan.pp, 2 * size)
 
@@ -395,10 +402,10 @@ def send_seconds(rank: Rank, machine: Machine) -> float:
 def bubble_seconds(plan: Plan, busy_by_stage: list[float]) -> float:
     """Return the seconds in which a stage waits while the pipeline fills and drains.
 
-    1F1B waits for pp - 1 micro-batches of a stage (Narayanan et al. 2021, arXiv:2104.04473,
-    section 2.2).
+    It waits for pp - 1 micro-batches of a stage. Interleaved, a rank has several stages, which are
+    as much smaller (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     """
-    return (plan.pp - 1) * sum(busy_by_stage) / plan.pp
+    return (plan.pp - 1) * sum(busy_by_stage) / plan.pp / plan.stages_per_rank
 
 
 # --- the step

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import moments, write_folder
+from support.checkpoints import gradients, moments, write_folder
 from support.harness import (
     BASELINE,
     TINY,
@@ -18,6 +18,7 @@ from support.harness import (
     assert_refused,
     config_of,
     drop_after,
+    needs_compiler,
     run,
     tiny_flags,
     train,
@@ -49,15 +50,17 @@ PP = ("--pp", 2)
 CP = ("--cp", 2)
 COPIES = ("--replicate", 2)
 HALF = ("--micro-batch-size", 3)
+INTERLEAVED = (*PP, "--schedule", "interleaved")
 RECOMPUTED = ("--checkpointing", "selective", "--reshard-after-forward", "off")
 OFTEN = {  # ranks, model, flags of the layouts of make test
     "tensor": (2, "tied", TP),
     "context": (2, "tied", (*CP, *HALF)),
     "stages": (2, "untied", (*PP, *HALF)),
+    "interleaved": (2, "deep", (*INTERLEAVED, *HALF)),
     "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
     "tensor, trained weights": (2, "folder", TP),
     "tensor, norms of heads": (2, "qwen3", TP),
-    "a token a rank": (2, "tied", (*CP, "--seq-len", 2)),
+    "a token a chunk": (2, "tied", (*CP, "--seq-len", 4)),
 }
 LAYOUTS = OFTEN | {
     "stages, trained weights": (2, "folder", (*PP, *HALF)),
@@ -68,6 +71,10 @@ LAYOUTS = OFTEN | {
     "tensor, contexts": (4, "tied", (*TP, *CP, *HALF)),
     "stages, contexts": (4, "untied", (*PP, *CP, *HALF)),
     "shards, stages": (4, "untied", (*PP, *HALF)),
+    "shards, freed stages": (4, "untied", (*PP, *HALF, "--reshard-after-forward", "on")),
+    "shards, interleaved": (4, "deep", (*INTERLEAVED, *HALF)),
+    "tensor, interleaved": (4, "deep", (*TP, *INTERLEAVED, *HALF)),
+    "contexts, interleaved": (4, "deep", (*CP, *INTERLEAVED, *HALF, "--checkpointing", "full")),
     "copies, tensor": (4, "tied", (*COPIES, *TP, *HALF)),
     "copies, contexts": (4, "tied", (*COPIES, *CP, *HALF)),
     "copies, tensor, stages": (8, "untied", (*COPIES, *TP, *PP, *HALF)),
@@ -87,11 +94,18 @@ def flags_of(folder: Path, model: str) -> tuple:
         if not (folder / "model").exists():
             write_folder(folder / "model", config_of(UNEVEN), seed=3)
         return ("--model", folder / "model", *FLAGS)
-    config = UNEVEN | {"tie_word_embeddings": model == "tied"}
-    if model.startswith("qwen"):
-        config["model_type"] = model
-    (folder / "uneven.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "uneven.json").write_text(json.dumps(content_of(model)), encoding="utf-8")
     return ("--model", "uneven.json", *FLAGS)
+
+
+def content_of(model: str) -> dict:
+    """Return the content of a config.json."""
+    content = UNEVEN | {"tie_word_embeddings": model == "tied"}
+    if model == "deep":
+        content["num_hidden_layers"] = 5
+    if model.startswith("qwen"):
+        content["model_type"] = model
+    return content
 
 
 def on_one_process(folder: Path, model: str, seq_len: int) -> Result:
@@ -130,10 +144,46 @@ def test_any_mesh_is_one_process(once, one_process, layout):
         found_moments = moments(found.folder, step)
         torch.testing.assert_close(found_moments, expected_moments, rtol=1e-5, atol=3e-8)
     weight_bytes = found.summary["parameter_bytes_per_rank"]
-    config = config_of(UNEVEN | {"tie_word_embeddings": model == "tied"})
+    config = config_of(content_of(model))
     assert max(weight_bytes) < 0.75 * 4 * shapes.parameter_count(config)
     two_moments = [2 * nbytes for nbytes in weight_bytes]
     assert found.summary["optimizer_bytes_per_rank"] == two_moments
+
+
+COMPILED = {  # ranks, model, flags
+    "tensor": (2, "tied", TP),
+    "tensor, untied": (2, "untied", TP),
+    "stages": (2, "untied", (*PP, *HALF)),
+    "context": (2, "tied", CP),
+    "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
+    "tensor, contexts": (4, "tied", (*TP, *CP)),
+}
+OFTEN_COMPILED = ("tensor, untied",)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout in OFTEN_COMPILED else pytest.param(layout, marks=pytest.mark.full)
+        for layout in COMPILED
+    ],
+)
+def test_compiled_gradients_are_those_of_eager(tmp_path, layout):
+    """The errors are relative to the largest number of a tensor."""
+    ranks, model, flags = COMPILED[layout]
+    results = []
+    for compiled in ((), ("--compile",)):
+        folder = tmp_path / f"run{len(compiled)}"
+        flags_of_run = (*flags_of(folder, model), "--steps", 1, "--warmup-steps", 0)
+        train(SCRIPT, folder, *flags_of_run, *flags, *compiled, nproc=ranks)
+        results.append(gradients(folder))
+    eager, compiled = results
+    assert compiled.keys() == eager.keys()
+    for name, gradient in eager.items():
+        largest = gradient.abs().max().item()
+        assert largest > 0
+        torch.testing.assert_close(compiled[name], gradient, rtol=0, atol=1e-5 * largest)
 
 
 def test_without_a_mesh_it_is_train_fsdp_to_the_bit(tmp_path):
@@ -144,28 +194,40 @@ def test_without_a_mesh_it_is_train_fsdp_to_the_bit(tmp_path):
 
 
 def test_a_run_moves_from_mesh_to_mesh(tmp_path, once, one_process):
-    """Train to step 2 on stages, to 4 on tensor ranks, to 6 on context ranks.
+    """Train to step 2 on interleaved stages, to 4 on tensor ranks, to 6 on two stages.
 
     A checkpoint does not depend on the mesh.
     """
-    shutil.copytree(once("08 mesh", on_a_mesh, "stages").folder / "run", tmp_path / "run")
-    for last_step, mesh in ((2, TP), (4, (*CP, *HALF))):
+    shutil.copytree(once("08 mesh", on_a_mesh, "interleaved").folder / "run", tmp_path / "run")
+    for last_step, mesh in ((2, TP), (4, (*PP, *HALF))):
         drop_after(tmp_path, last_step)
-        moved = train(SCRIPT, tmp_path, *flags_of(tmp_path, "untied"), *mesh, "--resume", nproc=2)
+        moved = train(SCRIPT, tmp_path, *flags_of(tmp_path, "deep"), *mesh, "--resume", nproc=2)
     loss_at = {record["step"]: record["loss"] for record in moved.records if "loss" in record}
-    expected = one_process("untied", 32).column("loss")
+    expected = one_process("deep", 32).column("loss")
     assert list(loss_at.values()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_stages_have_equal_work(tmp_path):
+    """The head of llama-8b has as many parameters as 2.4 layers."""
+    flags = ("--model", "llama-8b", "--pp", 4, "--micro-batch-size", 1, "--json", "s.json")
+    assert run(SCRIPT, tmp_path, "--dry-run", *flags).code == 0
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    work = [row["layers"] for row in summary["stages"]]
+    assert sum(work) == 32
+    work[-1] += 2.4
+    assert max(work) / (sum(work) / 4) < 1.05
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "sizes", [{"tp": 2, "pp": 2}, {"cp": 2, "replicate": 2}], ids=["tensor, stages", "copies"]
+    "sizes",
+    [{"tp": 2, "pp": 2}, {"cp": 2, "replicate": 2}, {"pp": 2, "schedule": "interleaved"}],
+    ids=["tensor, stages", "copies", "interleaved"],
 )
 def test_a_dry_run_has_the_bytes_of_real_ranks_and_of_the_planner(tmp_path, sizes):
     ranks = 4
-    (tmp_path / "config.json").write_text(
-        json.dumps(TINY | {"tie_word_embeddings": False}), encoding="utf-8"
-    )
+    content = TINY | {"tie_word_embeddings": False, "num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
     flags = [*HALF, "--steps", 1, "--model", tmp_path / "config.json"]
     for name, size in sizes.items():
         flags += [f"--{name}", size]
@@ -173,11 +235,12 @@ def test_a_dry_run_has_the_bytes_of_real_ranks_and_of_the_planner(tmp_path, size
     dry_run = train(SCRIPT, tmp_path, *flags, "--dry-run", "--world-size", ranks)
     stages = dry_run.summary["stages"]
     plan = Plan(**sizes, gpus=ranks, zero=3, seq_len=32, micro_batch_size=3, micro_batches=4)
+    tiny = shape.from_config("tiny", config_of(content))
     for row in stages:
         first_rank = row["stage"] * ranks // len(stages)
         assert real["parameter_bytes_per_rank"][first_rank] == row["weight_bytes"]
         assert real["optimizer_bytes_per_rank"][first_rank] == row["optimizer_bytes"]
-        memory = Memory(shape.from_config("tiny", config_of(TINY)), plan, row["stage"])
+        memory = Memory(tiny, plan, row["stage"])
         for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
             assert row[name] == pytest.approx(memory.lines[name], rel=0.02)
 
@@ -188,9 +251,15 @@ REFUSED = {  # flags of one process: words of the line
     "--world-size 4": "--world-size --dry-run",
     "--tp 2": "--tp 2",
     "--pp 2 --dry-run": "--pp 2",
-    "--cp 3 --dry-run": "--cp 3 --seq-len 64",
-    "--seq-len 2 --cp 3 --dry-run": "--cp 3 --seq-len 2",
+    "--cp 3 --dry-run": "--cp 3 --seq-len 64 60",
+    "--seq-len 2 --cp 3 --dry-run": "--cp 3 --seq-len 2 6",
+    "--seq-len 18 --cp 2 --dry-run": "--cp 2 --seq-len 18 16",
     "--pp 2 --dry-run --model llama-8b --global-batch-size 1": "--pp 2 --global-batch-size",
+    "--pp 4 --schedule interleaved --dry-run": "--pp 4 --schedule interleaved 8 6",
+    "--schedule interleaved --dry-run": "--pp 1 --schedule interleaved",
+    "--pp 2 --schedule interleaved --micro-batch-size 8 --dry-run": (
+        "--schedule interleaved 2 3 --global-batch-size 16"
+    ),
     "--dtype fp16": "--dtype fp16 05_ddp/train.py",
 }
 

@@ -23,6 +23,7 @@ HELPERS = [file for file in NUMBERED if file.name.startswith("_")]
 PLANNER_MAY_IMPORT = (
     Path("lm/shapes.py"),
     Path("lm/defaults.py"),
+    Path("lm/stages.py"),
     Path("common/hardware.py"),
     Path("common/exits.py"),
     Path("common/runtime.py"),

@@ -17,12 +17,13 @@ from common.measure import LiveBytes
 from lm import flags as script_flags
 from lm import shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
-from planner import machine
+from planner import machine, measured
 from planner.memory import peak, peak_bytes
 from planner.plan import Plan, script_defaults
+from planner.rank import Rank
 from planner.search import MARGIN, layouts
 from planner.shape import from_config
-from planner.step import step
+from planner.step import launch_seconds, stage_causes, step
 
 SCRIPT = "07_memory_tricks/estimate.py"
 ESTIMATE = load(SCRIPT)
@@ -263,23 +264,58 @@ def test_what_costs_time():
     assert bubble == pytest.approx(3 / 4 * busy, rel=0.05)
 
 
-def test_a_ring_of_context_ranks_holds_no_mask_and_skips_half_of_the_scores():
+def test_context_ranks_compute_each_score_of_a_causal_mask_once():
+    """8 context ranks have the scores and the attention FLOPs of one GPU, and no mask."""
+    shape = of_size("llama-8b")
+    one = Plan(zero=3, seq_len=8192, checkpointing="full")
+    alone, shared = (step(shape, plan, H100).causes for plan in (one, replace(one, gpus=8, cp=8)))
+    assert shared["attention"] == pytest.approx(alone["attention"] / 8)
+
+
+def test_a_ring_of_context_ranks_holds_no_gathered_keys_and_hides_what_it_sends():
     shape = of_size("llama-8b")
     gathered = Plan(gpus=8, zero=3, cp=8, seq_len=8192, checkpointing="full")
     ring = replace(gathered, ring=True)
-    mask_bytes = 8192 / 8 * 8192 * 2
-    activations = [peak(shape, plan).lines["activation_bytes"] for plan in (gathered, ring)]
-    assert activations[0] - activations[1] == mask_bytes
-    # In backward a block has keys and values of this rank only.
+    # In backward a block has keys and values of this rank only, and its output once.
     blocks = [peak(shape, plan).lines["block_bytes"] for plan in (gathered, ring)]
-    assert blocks[0] - blocks[1] == 8192 / 8 * 7 * 2 * shape.kv_width * 2
-    seconds = [step(shape, plan, H100).causes["attention"] for plan in (gathered, ring)]
-    assert seconds[1] / seconds[0] == pytest.approx(0.5, rel=0.05)
+    widths = 7 * 2 * shape.kv_width + shape.value_width
+    assert blocks[0] - blocks[1] == 8192 / 8 * widths * 2
     # It sends more, beside its arithmetic. With little arithmetic it cannot hide that.
     slow = replace(H100, link=1e9)
     sent = [step(shape, plan, slow).causes["context"] for plan in (gathered, ring)]
     assert sent[1] > sent[0]
     assert step(shape, ring, H100).causes["context"] < step(shape, gathered, H100).causes["context"]
+
+
+def test_what_a_pipeline_holds_and_waits_for():
+    shape = of_size("llama-8b")
+    plan = Plan(gpus=16, zero=3, pp=4, micro_batches=12)
+    # Stages have about the same work, also the one with the head.
+    busy = [sum(stage_causes(Rank(shape, plan, stage), H100).values()) for stage in range(4)]
+    assert max(busy) / min(busy) < 1.2
+    # Weights are gathered once a step and stay; or for each micro-batch.
+    freed = replace(plan, reshard_after_forward=True)
+    kept_bytes, freed_bytes = (
+        peak(shape, each, stages=[1]).moments["end of forward"] for each in (plan, freed)
+    )
+    assert kept_bytes > freed_bytes
+    slow = replace(H100, network=1e9)
+    waits = [step(shape, each, slow).causes["data"] for each in (plan, freed)]
+    assert waits[0] < waits[1] / 2
+    # Two smaller stages on each rank: half of the bubble, and more activations.
+    interleaved = replace(plan, schedule="interleaved")
+    bubbles = [step(shape, each, H100).causes["bubble"] for each in (plan, interleaved)]
+    assert bubbles[1] / bubbles[0] == pytest.approx(0.5, rel=0.05)
+    held = [Rank(shape, each, 0).in_flight for each in (plan, interleaved)]
+    assert held == [4, 5.5]
+
+
+def test_a_compiled_block_of_tensor_ranks_starts_no_more_kernels_than_another():
+    shape = of_size("llama-1b")
+    for compiled, expected in ((False, measured.TENSOR_LAUNCHES), (True, 1)):
+        alone = Rank(shape, Plan(compile=compiled))
+        shared = Rank(shape, Plan(gpus=2, tp=2, compile=compiled))
+        assert launch_seconds(shared) / launch_seconds(alone) == pytest.approx(expected)
 
 
 # The search
@@ -444,6 +480,8 @@ REFUSED = {  # flags: words of the message
     "--inference --zero 3": ("--zero",),
     "--zero 1 --tp 2": ("--zero 1", "train_zero.py"),
     "--ring": ("--ring", "--cp"),
+    "--schedule interleaved": ("--schedule interleaved", "--pp"),
+    "--cp 8 --seq-len 1000 --gpus 8": ("--cp", "16", "1000"),
 }
 
 
