@@ -200,9 +200,11 @@ def fully_shard_formula(
         if name.startswith("model.layers."):
             shard_of_blocks += elements
         tensors += 1
-    groups = len(net.model.layers) + 1  # the blocks, and the root with all other parameters
+    blocks = len(net.model.layers)
+    # The other groups: the embedding, and final norm with head. A tied model has one group of both.
+    groups = blocks + (1 if net.config.tie_word_embeddings else 2)
 
-    # The root is gathered once, and a block twice: for forward and for backward.
+    # A block is gathered twice, for forward and for backward, and every other group once.
     gathered = gathered_bytes * (shard + shard_of_blocks) * (shards - 1)
     scattered = 4 * shard * (shards - 1)
     all_reduced = 2 * 4 * shard * (copies - 1) / copies  # between the copies
@@ -217,7 +219,7 @@ def fully_shard_formula(
         "bytes_sent_per_rank_per_step": round(gathered + scattered + all_reduced),
     }
     if shards > 1:
-        formula["all_gathers_per_step"] = 2 * groups - 1
+        formula["all_gathers_per_step"] = blocks + groups
         formula["reduce_scatters_per_step"] = groups
     if copies > 1:
         formula["all_reduces_per_step"] = groups

@@ -2,11 +2,13 @@
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from common import exits, report, runtime
+from lm.model import Transformer
 
 
 def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
@@ -27,9 +29,36 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
         sizes = {"replicate": replicas, "shard": world_size // replicas}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes:
-        # The groups of a mesh start with torch's own timeout, not with that of the job.
-        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), mesh.get_group(name))
+        runtime.set_timeout(mesh.get_group(name))
     return mesh
+
+
+def compile_loss(model: Transformer) -> None:
+    """Compile the head and the loss as one function: it reads the logits less often.
+
+    The logits are the largest tensor. Hooks of fully_shard on lm_head gather its weight, and
+    torch.compile cannot trace them. So the forward of lm_head returns the loss if it gets targets,
+    and its hooks run outside of the compiled function.
+    """
+    head = model.lm_head
+    logits = head.forward
+
+    @torch.compile(fullgraph=True)
+    def compiled_loss(hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(
+            logits(hidden).flatten(0, 1).float(), targets.flatten(), reduction=reduction
+        )
+
+    def logits_or_loss(hidden: Tensor, targets: Tensor | None = None, reduction="mean") -> Tensor:
+        if targets is None:
+            return logits(hidden)
+        return compiled_loss(hidden, targets, reduction)
+
+    def loss(hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return head(hidden, targets, reduction)
+
+    head.forward = logits_or_loss
+    model.loss = loss
 
 
 def check_shards(
@@ -37,18 +66,18 @@ def check_shards(
 ) -> dict[str, list[int]]:
     """Assert that each rank holds its shards in fp32 and nothing else; return how many bytes.
 
-    Also assert that blocks are gathered in `dtype`. The result lists the bytes of weights and of
+    Also assert that weights are gathered in `dtype`. The result lists the bytes of weights and of
     optimizer state by rank.
     """
     fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in fsdp_modules:
-        module.reshard()  # the last evaluation gathered the root module, and no backward followed
+        module.reshard()  # the last evaluation gathered the head, and no backward followed
 
-    block = fsdp_modules[-1]
-    block.unshard()
-    for parameter in block.parameters():
+    last = fsdp_modules[-1]
+    last.unshard()
+    for parameter in last.parameters():
         assert parameter.dtype == dtype
-    block.reshard()
+    last.reshard()
 
     parameters = list(model.parameters())
     moments = []

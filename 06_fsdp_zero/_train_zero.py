@@ -90,12 +90,9 @@ def is_error(record: logging.LogRecord) -> bool:
 
 
 def set_timeouts() -> None:
-    """Give the process groups that DeepSpeed has created the timeout of the job.
-
-    They have torch's own: 10 minutes on a GPU and 30 on a CPU.
-    """
+    """Give the process groups that DeepSpeed has created the timeout of the job."""
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), group)
+        runtime.set_timeout(group)
 
 
 # --- weights

@@ -42,7 +42,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -101,15 +100,17 @@ def shard(net: nn.Module, copies: int, dtype: torch.dtype, device: torch.device)
         ),
     }
     # The weights of a block are gathered for its forward, and again for its backward.
-    blocks = list(net.model.layers.values())
-    for block in blocks:
+    for block in net.model.layers.values():
         fully_shard(block, **options)
-    fully_shard(net, **options)  # the rest: embedding, final norm and head
-
-    # While one block computes, gather the next one.
-    for block, next_block in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([next_block])
-        next_block.set_modules_to_backward_prefetch([block])
+    if not net.config.tie_word_embeddings:
+        # Two groups, so that embedding and head are not gathered at the same time.
+        fully_shard(net.model.embed_tokens, **options)
+        # The gradient of an embedding does not depend on its weight: backward need not gather it.
+        net.model.embed_tokens.set_unshard_in_backward(False)
+        # Backward starts with the head, so it stays gathered after forward.
+        fully_shard([net.model.norm, net.lm_head], **options, reshard_after_forward=False)
+    # The root module. In a tied model it is one more group: embedding, final norm and head.
+    fully_shard(net, **options)
 
 
 def train_step(

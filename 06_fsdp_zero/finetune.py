@@ -33,7 +33,6 @@ Before: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one
 
 import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
@@ -48,6 +47,7 @@ from _bytes_per_rank import bytes_of_training
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -139,18 +139,19 @@ def shard_model(model, args, device) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
-    blocks = list(model.model.layers.values())
-    for block in blocks:
+    for block in model.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         fully_shard(block, **options)
-    # The rest is one group: embeddings, final norm and head. Two of them may be one matrix.
+    if not model.config.tie_word_embeddings:
+        # Two groups, so that embedding and head are not gathered at the same time.
+        fully_shard(model.model.embed_tokens, **options)
+        # The gradient of an embedding does not depend on its weight: backward need not gather it.
+        model.model.embed_tokens.set_unshard_in_backward(False)
+        # Backward starts with the head, so it stays gathered after forward.
+        fully_shard([model.model.norm, model.lm_head], **options, reshard_after_forward=False)
+    # The root module. In a tied model it is one more group: embedding, final norm and head.
     fully_shard(model, **options)
-
-    # While one block computes, gather the next one.
-    for block, next_block in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([next_block])
-        next_block.set_modules_to_backward_prefetch([block])
 
     weights.materialize(
         model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
@@ -323,8 +324,9 @@ def main() -> int:
     answers = answer(model)
 
     # 6. Check that the trained weights are fp32 and the same on all ranks.
-    for module in (model, *model.model.layers.values()):
-        module.reshard()  # the last forward had no backward, which would have done this
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the last forward had no backward, which would have done this
     trained = torch.nn.ParameterList(
         parameter for parameter in model.parameters() if parameter.requires_grad
     )

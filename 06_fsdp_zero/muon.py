@@ -167,6 +167,10 @@ def shard(net: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in net.model.layers.values():
         fully_shard(block, mesh=mesh)
+    if not net.config.tie_word_embeddings:
+        fully_shard(net.model.embed_tokens, mesh=mesh)
+        net.model.embed_tokens.set_unshard_in_backward(False)
+        fully_shard([net.model.norm, net.lm_head], mesh=mesh, reshard_after_forward=False)
     fully_shard(net, mesh=mesh)
 
 

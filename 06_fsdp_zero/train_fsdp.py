@@ -23,7 +23,6 @@ Previous: 05_ddp/train.py, zero_from_scratch.py. Next: launch/.
 
 import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
@@ -33,7 +32,7 @@ from common import exits  # before torch: it says what to do without it
 
 import torch
 import torch.distributed as dist
-from _train_fsdp import check_shards, sharding_mesh
+from _train_fsdp import check_shards, compile_loss, sharding_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -89,7 +88,8 @@ def shard_model(model, args, device) -> None:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        # None reshards all but the root module, which backward needs first.
+        # None frees the gathered weights of each group after its forward, but not those of the root
+        # module, which backward needs first.
         "reshard_after_forward": None if args.reshard_after_forward == "on" else False,
         "offload_policy": OffloadPolicy(),
     }
@@ -97,21 +97,22 @@ def shard_model(model, args, device) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
-    blocks = list(model.model.layers.values())
-    for block in blocks:
+    for block in model.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         fully_shard(block, **options)
     if args.compile:
-        # The logits are the largest tensor. A compiled loss reads them less often.
-        model.loss = torch.compile(model.loss, fullgraph=True)
-    # The rest is one group: embeddings, final norm and head. Two of them may be one matrix.
+        compile_loss(model)
+    if not model.config.tie_word_embeddings:
+        # Two groups, so that embedding and head are not gathered at the same time.
+        fully_shard(model.model.embed_tokens, **options)
+        # The gradient of an embedding does not depend on its weight: backward need not gather it.
+        model.model.embed_tokens.set_unshard_in_backward(False)
+        # Backward starts with the head, so it stays gathered after forward.
+        head_options = options | {"reshard_after_forward": False}
+        fully_shard([model.model.norm, model.lm_head], **head_options)
+    # The root module. In a tied model it is one more group: embedding, final norm and head.
     fully_shard(model, **options)
-
-    # While one block computes, gather the next one.
-    for block, next_block in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([next_block])
-        next_block.set_modules_to_backward_prefetch([block])
 
     weights.materialize(
         model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device

@@ -81,7 +81,8 @@ def checkpointed(block: nn.Module, method: str) -> Callable:
     if method == "selective":
         # The policy of the training scripts. torch asks it at each operator what to keep: the
         # results of attention and of matmuls, but not of down_proj, which no backward reads.
-        contexts = partial(selective_contexts, down_proj_shape(block.mlp))
+        seen = set()  # the policy adds the operator of attention
+        contexts = partial(selective_contexts, down_proj_shape(block.mlp), seen)
         return partial(checkpoint, run_block, use_reentrant=False, context_fn=contexts)
     return run_block
 

@@ -157,7 +157,7 @@ def make_mesh(args, data_ranks: int, device: torch.device) -> DeviceMesh:
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes:
         # The groups of a mesh start with torch's own timeout, not with that of the job.
-        dist.distributed_c10d._set_pg_timeout(runtime.timeout(), mesh.get_group(name))
+        runtime.set_timeout(mesh.get_group(name))
     return mesh
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import cli, exits
+from common import cli, exits, torch_versions
 from common.exits import USER_ERROR_EXIT_CODE, StopSignalError, UserError, stop_signals
 from common.progress import print_line
 
@@ -212,6 +212,15 @@ def timeout() -> timedelta:
     """
     seconds = cli.environment_number("COLLECTIVE_TIMEOUT_SECONDS", cli.positive_int, "600")
     return timedelta(seconds=min(seconds, LONGEST_TIMEOUT))
+
+
+def set_timeout(group: dist.ProcessGroup) -> None:
+    """Give a process group the timeout of the job.
+
+    Groups that a device mesh or a library creates start with torch's own: 10 minutes on a GPU and
+    30 on a CPU.
+    """
+    torch_versions.set_timeout(timeout(), group)
 
 
 def store() -> dist.Store | None:

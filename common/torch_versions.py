@@ -1,7 +1,7 @@
-"""Names that torch 2.13 has changed, so that every script runs on torch 2.11 and newer.
+"""Names that torch 2.13 and 2.14 have changed, so that every script runs on torch 2.11 and newer.
 
-torch 2.13 warns when a script uses an old name, and torch 2.11 does not know the new ones. A script
-takes these names from here.
+A new torch warns when a script uses an old name, and an old torch does not know the new ones. A
+script takes these names from here.
 """
 
 import inspect
@@ -9,6 +9,7 @@ import inspect
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 
 def first_of(module, *names: str):
@@ -38,3 +39,16 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
     KEEP_BUFFERS = {"forward_sync_buffers": False}
 else:
     KEEP_BUFFERS = {"broadcast_buffers": False}
+
+# set_timeout(timedelta, group) changes the timeout of a process group. It is public since 2.14.
+if hasattr(dist, "set_timeout"):
+    set_timeout = dist.set_timeout
+else:
+    set_timeout = dist.distributed_c10d._set_pg_timeout
+
+# checkpoint(..., **KEPT_PASS_HOOKS): what selective checkpointing keeps passes saved_tensors_hooks,
+# such as those that offload. This will be the default. torch 2.14 warns if hooks meet a checkpoint
+# that does not say it; older ones do not know it, and what is kept passes no hooks.
+KEPT_PASS_HOOKS = {}
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+    KEPT_PASS_HOOKS = {"respect_saved_tensors_hooks": True}

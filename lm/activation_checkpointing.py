@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from common.torch_versions import KEPT_PASS_HOOKS
 from lm.model import Transformer
 
 
@@ -23,21 +25,39 @@ def checkpoint_blocks(net: Transformer, method: str) -> None:
         return
     for block in net.model.layers.values():
         if method == "selective":
-            contexts = partial(selective_contexts, down_proj_shape(block.mlp))
-            run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+            block.forward = selectively_checkpointed(block.forward, down_proj_shape(block.mlp))
         else:
-            run = partial(checkpoint, use_reentrant=False)
-        block.forward = checkpointed(run, block.forward)
+            block.forward = checkpointed(block.forward)
 
 
-def checkpointed(run: Callable, forward: Callable) -> Callable:
+def checkpointed(forward: Callable) -> Callable:
     """Return a forward that calls `forward` under torch's `checkpoint`.
 
     It is a function, because torch.compile finds no Python frame in a functools.partial.
     """
 
     def checkpointed_forward(*args, **kwargs):
-        return run(forward, *args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed_forward
+
+
+def selectively_checkpointed(forward: Callable, last_matmul: tuple[int, ...]) -> Callable:
+    """Return the same, but keep the results of attention and of matmuls: see selective_contexts.
+
+    If attention runs by an operator that is not in ATTENTION, its result would be computed again
+    without a word. So assert that the policy has found attention, except in a compiled block, which
+    runs no Python.
+    """
+    attention = set()
+    contexts = partial(selective_contexts, last_matmul, attention)
+    run = partial(checkpoint, use_reentrant=False, context_fn=contexts, **KEPT_PASS_HOOKS)
+
+    def checkpointed_forward(*args, **kwargs):
+        output = run(forward, *args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            assert attention, "selective checkpointing has not found the operator of attention"
+        return output
 
     return checkpointed_forward
 
@@ -52,26 +72,33 @@ def down_proj_shape(mlp: nn.Module) -> tuple[int, ...]:
     return tuple(reversed(weight.shape))
 
 
-# Attention: any kernel of scaled_dot_product_attention, the one that causal_lower_right of
-# torch.nn.attention.bias calls in fp32 on CUDA, and varlen_attn.
-ATTENTION = (
-    "aten::_scaled_dot_product_",
-    "aten::_efficient_attention_forward",
-    "torch_attn::_varlen_attn",
+ATTENTION = (  # names of operators begin with
+    "aten::_scaled_dot_product_",  # scaled_dot_product_attention, with any fused kernel
+    "aten::_efficient_attention_forward",  # the same with a mask of torch.nn.attention.bias
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",  # varlen_attn
+    "flex_attention",  # flex_attention, a higher-order operator
 )
+# Without a fused kernel torch computes attention by matmuls and this softmax. It has no result that
+# stands for all of it, and everything is computed again.
+ATTENTION_BY_MATMULS = "aten::_safe_softmax"
 
 
-def selective_contexts(last_matmul: tuple[int, ...]) -> tuple:
+def selective_contexts(last_matmul: tuple[int, ...], attention: set[str]) -> tuple:
     """Return the two contexts that torch's `checkpoint` enters in forward and in recomputation.
 
     They keep the results of attention and of all matmuls but the last one of a block: no backward
-    reads that result. Its weight is known by its shape, (inputs, outputs) = `last_matmul`.
+    reads that result. Its weight is known by its shape, (inputs, outputs) = `last_matmul`. The name
+    of attention's operator is added to `attention`.
     """
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         name = operator.name()
         if name.startswith(ATTENTION):
+            attention.add(name)
             return CheckpointPolicy.MUST_SAVE
+        if name == ATTENTION_BY_MATMULS:
+            attention.add(name)
         is_matmul = name in ("aten::mm", "aten::addmm")  # addmm is a matmul with a bias
         if is_matmul and args[-1].shape != last_matmul:
             return CheckpointPolicy.MUST_SAVE

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import assert_near, assert_same_gradients, moments, saved, write_folder
+from support.checkpoints import (
+    assert_near,
+    assert_same_gradients,
+    gradients,
+    moments,
+    saved,
+    write_folder,
+)
 from support.harness import (
     BASELINE,
     TINY,
@@ -122,7 +129,7 @@ def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     assert len(result.column("loss")) == STEPS
     assert_same(result, baseline(tied))
     assert_gradients(result, baseline(tied))
-    assert_counts(tmp_path, flags)
+    assert_counts(tmp_path, tied, flags)
     shards = 2 if "--replicate" in flags else 4
     sizes = [p.shape for p in build("nano", config(tied), seed=0, device="meta").parameters()]
     expected = [
@@ -167,14 +174,17 @@ def part_bytes(shape: torch.Size, rank: int, shards: int) -> int:
     return 4 * rows * shape[1:].numel()
 
 
-def assert_counts(folder: Path, flags: tuple) -> None:
-    """A gather per block and the root in forward, and in backward for what was forgotten; each reduces once. Copies
-    of the model add what they have reduced once a step, after its last micro-batch."""
+def assert_counts(folder: Path, tied: bool, flags: tuple) -> None:
+    """Each group is gathered in forward, and the blocks again in backward where they were freed. Each group reduces
+    once. Copies of the model add what they have reduced once a step, after its last micro-batch."""
+    groups = LAYERS + (
+        1 if tied else 2
+    )  # beside the blocks: one for both matrices, or the embedding and the head
     expected = {
-        "c10d._allgather_base_": LAYERS + 1 if "off" in flags else 2 * LAYERS + 1,
-        "c10d._reduce_scatter_base_": LAYERS + 1,
+        "c10d._allgather_base_": groups if "off" in flags else LAYERS + groups,
+        "c10d._reduce_scatter_base_": groups,
     }
-    all_reduces = [ENDS_A_STEP + (LAYERS + 1 if "--replicate" in flags else 0)]
+    all_reduces = [ENDS_A_STEP + (groups if "--replicate" in flags else 0)]
     if ACCUMULATED[0] in flags:
         all_reduces = (MICRO_BATCHES - 1) * [0] + all_reduces
     for rank in range(4):
@@ -182,6 +192,38 @@ def assert_counts(folder: Path, flags: tuple) -> None:
         for count, all_reduce in zip(counts, all_reduces, strict=True):
             due = {**expected, "c10d.allreduce_": all_reduce}
             assert {name: count.get(name, 0) for name in due} == due
+
+
+UNTIED_CASES = {  # ranks, flags
+    "2 ranks": (2, ()),
+    "3 ranks": (3, ("--micro-batch-size", 2)),
+    "2 ranks, compiled": (2, ("--compile", "--checkpointing", "selective")),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=needs_compiler if "compiled" in case else ())
+        for case in UNTIED_CASES
+    ],
+)
+def test_gradients_of_an_untied_model_are_those_of_one_process(tmp_path, once, case):
+    """Embedding and head are in groups of their own, and the embedding is not gathered in backward."""
+    flags = (*uneven(tmp_path, False), "--steps", 2)
+    nproc, more = UNTIED_CASES[case]
+    ours = train(SCRIPT, tmp_path, *flags, *more, nproc=nproc)
+    theirs = once(
+        "06 two steps untied",
+        lambda folder: train(BASELINE, folder, *uneven(folder, False), "--steps", 2),
+    )
+    assert_same(ours, theirs)
+    expected = gradients(theirs.folder)
+    found = gradients(ours.folder)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        error = (gradient - expected[name]).abs().max()
+        assert error <= 1e-5 * expected[name].abs().max(), name
 
 
 @full

@@ -2,15 +2,20 @@
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.harness import TINY, assert_refused, config_of, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lm import shapes
-from lm.activation_checkpointing import selective_contexts
+from lm.activation_checkpointing import checkpoint_blocks, selective_contexts
+from lm.model import Transformer, attend
+from lm.weights import build
 
 SCRIPT = "07_memory_tricks/gradient_checkpointing.py"
 ODD = {
@@ -77,6 +82,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
     [
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_efficient_attention_forward",  # of causal_lower_right in fp32, on a GPU
+        "aten::_flash_attention_forward",
         "torch_attn::_varlen_attn",  # of packing.py, on a GPU
     ],
 )
@@ -84,5 +92,53 @@ def test_selective_checkpointing_keeps_attention_of_each_kernel(name):
     importlib.import_module("torch.nn.attention.varlen")  # registers its operator
     namespace, short_name = name.split("::")
     operator = getattr(getattr(torch.ops, namespace), short_name).default
-    in_forward, _ = selective_contexts((1, 1))
+    assert_kept(operator)
+
+
+def test_selective_checkpointing_keeps_flex_attention():
+    importlib.import_module("torch.nn.attention.flex_attention")
+    assert_kept(torch.ops.higher_order.flex_attention)
+
+
+def assert_kept(operator) -> None:
+    in_forward, _ = selective_contexts((1, 1), set())
     assert in_forward.policy_fn(None, operator) == CheckpointPolicy.MUST_SAVE
+
+
+def by_matmuls(q, k, v, mask=None, **options):
+    """Attention without a fused kernel."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(q, k, v, mask, **options)
+
+
+def by_hand(q, k, v, mask=None, *, is_causal, enable_gqa):
+    """Attention by operators that nobody knows."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def selective(attend: Callable) -> Transformer:
+    net = build("nano", config_of(ODD), seed=0)
+    checkpoint_blocks(net, "selective")
+    for block in net.model.layers.values():
+        block.self_attn.attend = attend
+    return net
+
+
+def test_attention_without_a_fused_kernel_is_computed_again():
+    ids = torch.arange(42).view(2, 21)
+    fused = selective(attend)
+    fused(ids, ids).backward()
+    net = selective(by_matmuls)
+    net(ids, ids).backward()
+    for ours, theirs in zip(net.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_selective_checkpointing_fails_if_it_does_not_know_attention():
+    ids = torch.arange(42).view(2, 21)
+    net = selective(by_hand)
+    with torch.no_grad():
+        net(ids, ids)  # nothing is kept for a backward
+    with pytest.raises(AssertionError, match="attention"):
+        net(ids, ids)
