@@ -713,14 +713,13 @@ class Row(NamedTuple):
 class Rows(torch.utils.data.Dataset):
     """Rows as (inputs, targets), each int64 [seq_len]; the targets are one token ahead.
 
-    Tokens that are no targets are PADDING among the targets. With `trim` a micro-batch is as long
-    as its longest row.
+    Tokens that are no targets are PADDING among the targets. A micro-batch is as long as its
+    longest row.
     """
 
-    def __init__(self, rows: list[Row], seq_len: int, *, trim: bool) -> None:
+    def __init__(self, rows: list[Row], seq_len: int) -> None:
         self.rows = rows
         self.seq_len = seq_len
-        self.trim = trim
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -735,9 +734,7 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Return a micro-batch: DataLoader calls this one."""
-        length = self.seq_len
-        if self.trim:
-            length = max(len(self.rows[i].tokens) - 1 for i in chosen)
+        length = max(len(self.rows[i].tokens) - 1 for i in chosen)
         return [self.__getitem__(i, length) for i in chosen]
 
     def mean_length(self) -> float:
