@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.chapter import load
-from support.checkpoints import assert_resumes, inverse
 from support.harness import ROOT, TINY, assert_refused, run
+from support.optimizers import assert_resumes, assert_steps, inverse
 
 SCRIPT = "06_fsdp_zero/muon.py"
 muon = load(SCRIPT)
@@ -92,7 +92,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from support.chapter import load
-from support.checkpoints import SavedRun, inverse
+from support.optimizers import SavedRun, inverse
 from lm import checkpoint
 dist.init_process_group("gloo")
 net = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Linear(65, 33))
@@ -139,15 +139,4 @@ def test_sharded_matrices_resume_on_another_number_of_ranks(tmp_path):
 
 
 def test_step_takes_a_closure_and_a_weight_without_a_gradient():
-    matrices = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
-    optimizer = muon.Muon(matrices, lr=0.01)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = matrices[0].square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 6
-    assert (matrices[0] != 1).all()
-    assert (matrices[1] == 1).all()
+    assert_steps(partial(muon.Muon, lr=0.01))
