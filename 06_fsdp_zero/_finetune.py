@@ -770,7 +770,7 @@ class Chats(NamedTuple):
 def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[Conversation]]:
     """Return the rows to train on and to hold out, and the held-out conversations.
 
-    With --eval-data, all chats of --data are for training, and those of --eval-data are held out.
+    With --eval-data, its chats are held out, and all chats of --data are for training.
     Else the 5 % of the chats whose hash is lowest are held out, at least QUESTIONS of a dozen
     chats; copies of a chat count once. Set args.seq_len to the longest row, if that is shorter.
     Raise UserError for a chat that cannot be used, and if there are too few.
@@ -1113,8 +1113,8 @@ def write_folders(
 ) -> None:
     """Write model/, with merged adapters, and adapter/ for peft. Every rank has to call this.
 
-    transformers, vLLM and the scripts of this repository read model/. `mark` is that of
-    common/files.py: a resumed run replaces only the folders that it has written.
+    transformers, vLLM and the scripts of this repository read model/. `mark` marks the folders, as
+    common/files.py says: a resumed run replaces only the folders that it has written.
     """
     layers = {}
     for name, module in net.named_modules():

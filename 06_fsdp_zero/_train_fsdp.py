@@ -27,7 +27,7 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
         sizes = {"replicate": replicas, "shard": world_size // replicas}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes:
-        # The groups of a mesh start with torch's own timeout, not with that of the job.
+        # The groups of a mesh start with torch's own timeout, not with the job's timeout.
         dist.distributed_c10d._set_pg_timeout(runtime.timeout(), mesh.get_group(name))
     return mesh
 

@@ -28,7 +28,7 @@ from lm import reference, shapes, weights
 
 DEFAULT_PROMPT = "def main():"
 # A model with at most so many parameters is small: its --dtype auto is fp32, and its tokens are
-# compared with those of transformers.
+# compared with transformers' tokens.
 SMALL = 200e6
 BUCKET = 256  # slots of the cache: a captured step reads a multiple of them
 # Decode steps between two reads of their tokens. If a GPU had to hand over each token at once, it

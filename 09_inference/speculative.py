@@ -25,7 +25,7 @@ A step gives between 1 and K + 1 tokens.
 Without --draft, two drafts are tried that need no files: the first half of the target's layers, and
 the target itself, whose guesses are all accepted, at the full price. How often a draft is right
 depends on the weights, and random ones say nothing about that. For a gain, take two folders of one
-family, such as those of Llama 3 8B and Llama 3.2 1B.
+family, such as Llama 3.1 8B and Llama 3.2 1B.
 
 What to look at: how many steps the target takes, and the time, which need not fall with them. A
 verify step against a decode step. Expected on an H100, where the target is llama-1b in bf16: both

@@ -132,7 +132,8 @@ def test_sharded_matrices_resume_on_another_number_of_ranks(tmp_path):
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * inverse(step)
         torch.manual_seed(step)
-        net(torch.randn(8, 33)).square().mean().backward()
+        loss = net(torch.randn(8, 33)).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(torch.load(tmp_path / "6.pt"), net[1].weight.detach())

@@ -60,7 +60,7 @@ def inverse(step: int) -> float:
 
 
 def assert_steps(make_optimizer: Callable) -> None:
-    """A step calls its closure, and leaves a weight without a gradient as it is."""
+    """Assert that a step calls its closure, and skips a weight without a gradient."""
     weights = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
     without_gradient, trained, frozen = weights
     frozen.requires_grad_(False)
