@@ -71,22 +71,15 @@ def gpus() -> tuple[list[dict], str | None]:
     return all_facts, None
 
 
-def gpus_of_others() -> int:
-    """Return how many GPUs of this machine the job may not use, as far as the driver says.
+def gpus_of_others(own: list[dict]) -> int:
+    """Return how many GPUs of this machine the job may not use. `own` is what gpus returns.
 
     A batch system or a container gives a job some GPUs, and Linux refuses it the others.
     """
-    others = 0
     try:
-        nv.nvmlInit()
-        for index in range(nv.nvmlDeviceGetCount()):
-            try:
-                nv.nvmlDeviceGetHandleByIndex(index)
-            except Exception as error:
-                others += _is_not_permitted(error)
+        return nv.nvmlDeviceGetCount() - len(own)
     except Exception:  # no NVML: gpus says why
         return 0
-    return others
 
 
 def _is_not_permitted(error: Exception) -> bool:

@@ -115,7 +115,7 @@ def print_machine(
         print(f"Between GPUs\n\n{paths or 'n/a: nvidia-smi does not report it'}\n")
 
     reason = f" ({why_none})" if why_none else ""
-    others = _machine.gpus_of_others()
+    others = _machine.gpus_of_others(gpus)
     if others > 0:
         reason += f" ({others} more belong to other jobs)"
     build = ""

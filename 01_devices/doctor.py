@@ -58,7 +58,7 @@ def check_driver(gpus: list[dict], why_none: str | None) -> Check:
         fix = "after an Xid in dmesg the GPU is off the bus: reboot, then replace it"
         return Check("driver", "fail", "; ".join(lost), fix)
 
-    others = _machine.gpus_of_others()
+    others = _machine.gpus_of_others(gpus)
     if not gpus:
         # a card that is on the PCI bus but that the driver does not see
         is_broken = others == 0 and _nvidia_cards() > 0

@@ -113,7 +113,10 @@ class PowerBefore:
 
 
 def usual_watts(gpu: dict, gpus: list[dict], before: float | None) -> float | None:
-    """Return the highest of a GPU's power before, and of that of the other busy GPUs now."""
+    """Return the power to expect of a busy GPU, or None if it is unknown.
+
+    It is the highest of the GPU's own power before and the power of other busy GPUs now.
+    """
     watts = []
     if before is not None:
         watts.append(before)

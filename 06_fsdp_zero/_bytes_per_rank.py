@@ -42,7 +42,7 @@ def zero_formula(stage: int, net: nn.Module, ranks: int) -> dict[str, int]:
     as one group. Stages 2 and 3 have a group for each block, and one for the other parameters. A
     group is padded to a multiple of the number of ranks.
 
-    Bytes sent are those of a ring: a rank sends (ranks - 1) / ranks of a tensor in a reduce-scatter
+    Bytes sent assume a ring: a rank sends (ranks - 1) / ranks of a tensor in a reduce-scatter
     or an all-gather, and twice that in an all-reduce.
     """
     ring_share = (ranks - 1) / ranks

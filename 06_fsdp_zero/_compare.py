@@ -282,7 +282,7 @@ def deepspeed_formula(stage: int, net: nn.Module, ranks: int) -> dict[str, int |
 
 
 def with_zero(rows: list[dict], net: nn.Module, world_size: int) -> list[dict]:
-    """Return the rows with those of ZeRO after the first, and with a text for the calls."""
+    """Return the rows with ZeRO's rows after the first, and with a text for the calls."""
     ddp, *sharded = rows
     all_rows = [ddp]
     for stage in (1, 2, 3):

@@ -41,7 +41,7 @@ SAFETENSORS_DTYPES = {  # of the tensors in a .safetensors file, by the names us
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# the names of the model's weights begin so; those of an optimizer's state and of counters do not
+# Names of weights begin so. Names of optimizer state and of counters do not.
 TOP_LEVEL = ("model.", "lm_head.")
 GATHER = (
     "gather first, in the program that wrote it, for example with torch.distributed.checkpoint."
@@ -241,7 +241,7 @@ def without_prefixes(source: Source, path: Path, *, has_optimizer: bool = False)
 
 
 def find_config(named: str | None, path: Path) -> dict:
-    """Return the content of the model's config.json: that of --model, or that beside the weights.
+    """Return the content of the model's config.json, from --model or from beside the weights.
 
     Raise UserError if there is none, or if lm/model.py does not implement the model.
     """
@@ -262,8 +262,8 @@ def find_config(named: str | None, path: Path) -> dict:
 def find_tokenizer(given: str | None, named: str | None, path: Path, config: dict) -> str | None:
     """Return the tokenizer of a checkpoint: "bytes", a Hugging Face name or folder, or None.
 
-    It is that of --tokenizer (`given`), of --model (`named`), of the folder `path`, or of the run
-    that wrote `path`. None: there is no tokenizer, or none is known.
+    It comes from --tokenizer (`given`), --model (`named`), the folder `path`, or the run that wrote
+    `path`. None: there is no tokenizer, or none is known.
 
     Raise UserError if the tokenizer of a run cannot be found or read, or does not fit the model.
     """
@@ -334,7 +334,7 @@ def set_special_ids(config: dict, named: str | None, path: Path, tokenizer: str 
 
 
 def origin_of(named: str | None, path: Path) -> str:
-    """Return the model that has the ids of a checkpoint: --model, that of its run, or itself."""
+    """Return the model that has the ids of a checkpoint: --model, its run's model, or itself."""
     if named:
         return named
     settings = runs.read_settings(path.parent)

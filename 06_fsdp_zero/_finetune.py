@@ -713,14 +713,13 @@ class Row(NamedTuple):
 class Rows(torch.utils.data.Dataset):
     """Rows as (inputs, targets), each int64 [seq_len]; the targets are one token ahead.
 
-    Tokens that are no targets are PADDING among the targets. With `trim` a micro-batch is as long
-    as its longest row.
+    Tokens that are no targets are PADDING among the targets. A micro-batch is as long as its
+    longest row.
     """
 
-    def __init__(self, rows: list[Row], seq_len: int, *, trim: bool) -> None:
+    def __init__(self, rows: list[Row], seq_len: int) -> None:
         self.rows = rows
         self.seq_len = seq_len
-        self.trim = trim
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -735,9 +734,7 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Return a micro-batch: DataLoader calls this one."""
-        length = self.seq_len
-        if self.trim:
-            length = max(len(self.rows[i].tokens) - 1 for i in chosen)
+        length = max(len(self.rows[i].tokens) - 1 for i in chosen)
         return [self.__getitem__(i, length) for i in chosen]
 
     def mean_length(self) -> float:
@@ -773,7 +770,7 @@ class Chats(NamedTuple):
 def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[Conversation]]:
     """Return the rows to train on and to hold out, and the held-out conversations.
 
-    With --eval-data, all chats of --data are for training, and those of --eval-data are held out.
+    With --eval-data, its chats are held out, and all chats of --data are for training.
     Else the 5 % of the chats whose hash is lowest are held out, at least QUESTIONS of a dozen
     chats; copies of a chat count once. Set args.seq_len to the longest row, if that is shorter.
     Raise UserError for a chat that cannot be used, and if there are too few.
@@ -1116,8 +1113,8 @@ def write_folders(
 ) -> None:
     """Write model/, with merged adapters, and adapter/ for peft. Every rank has to call this.
 
-    transformers, vLLM and the scripts of this repository read model/. `mark` is that of
-    common/files.py: a resumed run replaces only the folders that it has written.
+    transformers, vLLM and the scripts of this repository read model/. `mark` marks the folders, as
+    common/files.py says: a resumed run replaces only the folders that it has written.
     """
     layers = {}
     for name, module in net.named_modules():

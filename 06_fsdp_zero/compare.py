@@ -19,10 +19,10 @@ the paper reduce-scatters them: two more rows have its bytes.
                   --checkpointing full
 
 --dry-run needs no GPUs: one CPU process runs the same program as rank 0 of --world-size ranks, with
-tensors that have shapes and no values. Its peak memory is that of eager kernels: torch.compile
+tensors that have shapes and no values. It finds the peak memory of eager kernels: torch.compile
 keeps fewer activations.
 
-Bytes sent are those of a ring. For a tensor of S bytes on N ranks, a rank sends S (N-1)/N in an
+Bytes sent assume a ring. For a tensor of S bytes on N ranks, a rank sends S (N-1)/N in an
 all-gather or a reduce-scatter, and twice that in an all-reduce. Gradients are not clipped.
 
 What to look at: which columns shrink with N, and what that costs in bytes sent.
@@ -121,7 +121,7 @@ def train_step(
     inputs: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Take one step, and return its loss. Weights are fp32; `dtype` is that of the matmuls."""
+    """Take one step, and return its loss. Weights are fp32, and matmuls run in `dtype`."""
     # fully_shard casts its shards before it gathers them. DDP needs autocast, which casts a weight
     # where it is used. Autocast's cache would keep this copy until the end of forward.
     autocast = torch.autocast(

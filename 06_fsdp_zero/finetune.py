@@ -218,8 +218,8 @@ def main() -> int:
     chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     # Also with --compile: at the second length torch compiles a block once more, for any length.
-    train_rows = _finetune.Rows(corpus.train, args.seq_len, trim=True)
-    held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len, trim=True)
+    train_rows = _finetune.Rows(corpus.train, args.seq_len)
+    held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
     batches = data.Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
     # padding is no token
     batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())

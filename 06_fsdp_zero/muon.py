@@ -60,7 +60,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5 in an iteration of
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum, for matrices that are full or sharded by fully_shard.
 
-    torch.optim.Muon is the same for full matrices. This class shows what sharding adds.
+    torch.optim.Muon has the same update. It takes sharded matrices, too, but each matmul of its
+    iteration then sends messages. This class sends one message per matrix.
     """
 
     def __init__(

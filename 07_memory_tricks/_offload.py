@@ -15,10 +15,10 @@ def check(rows: list[dict], dtype: str) -> list[str]:
     """Assert that training is the same, and that what was copied down has left the device."""
     nothing, torchs, overlapped = rows
     assert overlapped["gradient_relative_error"] == 0, (
-        "overlapped: gradients differ from those of nothing"
+        "overlapped: gradients differ from gradients without offloading"
     )
     assert overlapped["losses"] == nothing["losses"], (
-        "overlapped: losses differ from those of nothing"
+        "overlapped: losses differ from losses without offloading"
     )
     assert torchs["gradient_relative_error"] <= TOLERANCE[dtype], "save_on_cpu: other gradients"
     copied = overlapped["copied_down_bytes"]
@@ -29,8 +29,8 @@ def check(rows: list[dict], dtype: str) -> list[str]:
     more = torchs["copied_down_bytes"] / copied
     assert more > 1, f"save_on_cpu copies {more:.2f} times as many bytes"
     return [
-        "gradients equal those of nothing offloaded: to the bit, "
-        "those of save_on_cpu within rounding",
+        "gradients equal the gradients without offloading to the bit, "
+        "and with save_on_cpu within rounding",
         f"activations, overlapped: all {copied:,} bytes that were copied down have left the device "
         "after forward",
         f"save_on_cpu copies {more:.2f} times as many bytes: weights too, and a piece for each of "

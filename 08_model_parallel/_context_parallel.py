@@ -199,7 +199,7 @@ def in_words(calls: Counter[str]) -> str:
 
 
 def scores_of_ranks(my_scores: int) -> dict:
-    """Return the scores of each rank, and those of the busiest rank over the mean."""
+    """Return the scores of each rank, and the scores of the busiest rank over the mean."""
     scores = runtime.all_gather(my_scores)
     return {
         "scores_of_each_rank": scores,

@@ -390,7 +390,7 @@ def shard_with_torch(batch: Batch, mesh: DeviceMesh) -> Iterator[Batch]:
 
     Inside the context, `buffers` have the tokens of this rank in zigzag order, and torch replaces
     F.scaled_dot_product_attention by one over all ranks. The model is unchanged. Backward must run
-    inside, too. Here `buffers` are any tensors with a sequence dimension, not those of nn.Module.
+    inside, too. Here `buffers` are any tensors with a sequence dimension, not a module's buffers.
     """
     buffers = [tensor.clone() for tensor in batch]  # torch resizes them in place
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1]):

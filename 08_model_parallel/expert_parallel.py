@@ -253,7 +253,7 @@ class ParallelMixture(Mixture):
         """
         exchange = plan_exchange(kept)
         received = AllToAll.apply(rows, exchange.to_ranks, exchange.from_ranks)  # dispatch
-        # The rows come ordered by rank and then by expert. An expert takes those of all ranks.
+        # The rows come ordered by rank and then by expert. An expert takes its rows of all ranks.
         order = exchange.order.to(rows.device)
         outputs = self.experts(received[order], exchange.counts)
         outputs = outputs[order.argsort()]  # ordered by rank again

@@ -28,7 +28,7 @@ from lm import reference, shapes, weights
 
 DEFAULT_PROMPT = "def main():"
 # A model with at most so many parameters is small: its --dtype auto is fp32, and its tokens are
-# compared with those of transformers.
+# compared with transformers' tokens.
 SMALL = 200e6
 BUCKET = 256  # slots of the cache: a captured step reads a multiple of them
 # Decode steps between two reads of their tokens. If a GPU had to hand over each token at once, it
@@ -106,7 +106,8 @@ class StaticCache:
     Attributes:
         keys, values: The tensors, by the name of the layer.
         slots: The numbers of the slots that attention reads: all of them, or the first ones.
-        filled: The number of slots that may be in use. Prefill sets it, a captured step adds to it.
+        filled: The number of slots that may be in use. Prefill sets it, a captured step adds to it,
+            and speculative decoding takes back the slots of rejected guesses.
     """
 
     def __init__(
@@ -400,15 +401,21 @@ def probabilities(
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     # multinomial fails for NaN, on a GPU without a message that names the cause. generate tells it.
     finite = logits.float().nan_to_num(nan=0.0, posinf=0.0, neginf=-1e30)
-    scaled = finite / temperature
-    likely, order = scaled.softmax(-1).sort(dim=-1, descending=True)
+    chances = (finite / temperature).softmax(-1)
+    if top_k == 0 and top_p == 1:
+        return chances
+
+    # Only top_p without top_k has to sort the whole vocabulary.
     if top_k > 0:
-        likely[..., top_k:] = 0
+        likely, order = chances.topk(min(top_k, chances.shape[-1]))  # the likeliest first
+    else:
+        likely, order = chances.sort(dim=-1, descending=True)
     likely /= likely.sum(-1, keepdim=True)
-    before = likely.cumsum(-1) - likely  # the probability of all likelier tokens
-    likely[before >= top_p] = 0
-    likely /= likely.sum(-1, keepdim=True)
-    return torch.zeros_like(likely).scatter(-1, order, likely)  # in the order of the vocabulary
+    if top_p < 1:
+        before = likely.cumsum(-1) - likely  # the probability of all likelier tokens
+        likely[before >= top_p] = 0
+        likely /= likely.sum(-1, keepdim=True)
+    return torch.zeros_like(chances).scatter(-1, order, likely)  # in the order of the vocabulary
 
 
 def sample(logits: Tensor, args: argparse.Namespace, generator: torch.Generator) -> Tensor:
@@ -873,12 +880,15 @@ def model_of_transformers(
     return baseline, [why]
 
 
-def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
+def speed(
+    result: Generated, device: torch.device, *, weight_bytes: int, bytes_per_slot: float
+) -> dict:
     """Return the summary keys about time.
 
-    `bytes_per_step` are the weights that a decode step reads from the memory of one device. No step
-    can be faster than that. `bandwidth_share` compares it with the bandwidth in the data sheet (on
-    a CPU: with a measured read), `copy_rate_share` with the rate at which this GPU copies.
+    A decode step reads `weight_bytes`, and `bytes_per_slot` for each token in the KV cache, from
+    the memory of one device. No step can be faster than that. `bandwidth_share` compares it with
+    the bandwidth in the data sheet (on a CPU: with a measured read), `copy_rate_share` with the
+    rate at which this GPU copies.
     """
     decoded_tokens = sum(len(ids[1:]) for ids in result.token_ids)  # prefill has given the first
     keys = {
@@ -893,6 +903,9 @@ def speed(result: Generated, device: torch.device, bytes_per_step: int) -> dict:
     if decoded_tokens == 0:
         return keys
     keys["decode_tokens_per_second"] = decoded_tokens / result.decode_seconds
+    # Prompts are in the cache from the first decode step on. Each step adds a token of each text.
+    cached_tokens = result.prompt_tokens + len(result.token_ids) * (result.decode_steps + 1) / 2
+    bytes_per_step = round(weight_bytes + bytes_per_slot * cached_tokens)
     bytes_per_second = bytes_per_step * result.decode_steps / result.decode_seconds
     if device.type == "cpu":
         # There is no data sheet. Read as many bytes, since few of them fit into the cache.

@@ -213,9 +213,11 @@ def time_of_verify(target, prompt: list[int], draft_tokens: int, device: torch.d
     places = torch.arange(len(prompt), len(prompt) + draft_tokens + 1, device=device)
 
     def decode() -> None:
+        target.cache.filled = len(prompt)
         target.decode(tokens[:1], places[:1])
 
     def verify() -> None:
+        target.cache.filled = len(prompt)
         target.verify(tokens[None], places[None])
 
     steps = {"decode": decode, "verify": verify}

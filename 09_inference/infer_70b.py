@@ -239,7 +239,12 @@ def main() -> int:
     helper.check_bytes(net, args, dist.get_rank(), ranks)
     result, checked = run(net, text, args, ranks, device)
 
-    row |= speed(result, device, helper.bytes_read_per_step(net))
+    row |= speed(
+        result,
+        device,
+        weight_bytes=helper.bytes_read_per_step(net),
+        bytes_per_slot=row["cache_bytes"] / cache_tokens,
+    )
     planned = f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"
     report.end_lesson(
         [row],

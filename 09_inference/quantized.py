@@ -471,7 +471,12 @@ def run(
         **facts,
         "token_ids": result.token_ids,
         "texts": [text.decode(ids) for ids in result.token_ids],
-        **speed(result, device, facts["bytes_per_step"]),
+        **speed(
+            result,
+            device,
+            weight_bytes=facts["bytes_per_step"],
+            bytes_per_slot=cache_bytes / (len(text.prompts) * text.length),
+        ),
     }
     return row, logits_of(net, text, device)
 

@@ -25,7 +25,7 @@ A step gives between 1 and K + 1 tokens.
 Without --draft, two drafts are tried that need no files: the first half of the target's layers, and
 the target itself, whose guesses are all accepted, at the full price. How often a draft is right
 depends on the weights, and random ones say nothing about that. For a gain, take two folders of one
-family, such as those of Llama 3 8B and Llama 3.2 1B.
+family, such as Llama 3.1 8B and Llama 3.2 1B.
 
 What to look at: how many steps the target takes, and the time, which need not fall with them. A
 verify step against a decode step. Expected on an H100, where the target is llama-1b in bf16: both
@@ -81,6 +81,7 @@ class Steps(NamedTuple):
     prefill: Callable[..., Tensor]  # ids and positions [1, prompt], last [1] -> logits [1, vocab]
     decode: Callable[..., Tensor]  # token and position [1] -> logits [1, vocab]
     verify: Callable[..., Tensor]  # tokens and positions [1, K + 1] -> logits [1, K + 1, vocab]
+    cache: _generate.StaticCache
     marks: list[Tensor]  # of each forward: NaN if a logit is NaN or infinite
 
 
@@ -115,6 +116,9 @@ def speculative_decode(
     while len(answer) < max_new_tokens and stop.isdisjoint(answer):
         # of this token and of the K guesses after it, [K + 1]
         positions = torch.arange(position, position + draft_tokens + 1, device=device)
+        # Slots of rejected guesses are free again. A captured step reads only slots in use.
+        target.cache.filled = position
+        draft.cache.filled = position
 
         # Draft: guess K tokens.
         tokens = [token]  # [1] each
@@ -182,7 +186,7 @@ def make_steps(
     steps = []
     for step in (prefill, decode, verify):
         steps.append(helper.watched(helper.without_padding(step, text.vocab_size), marks))
-    return Steps(*steps, marks)
+    return Steps(*steps, cache, marks)
 
 
 def load(

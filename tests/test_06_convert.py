@@ -330,6 +330,16 @@ def test_what_is_not_under_the_models_prefix_is_named(tmp_path):
     assert "metric.mean" in result.out
 
 
+def saved_by(code: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Run code that reads weights.pt and saves it in another form. Return the weights."""
+    weights = write_folder(folder / "from", UNEVEN)
+    torch.save(weights, folder / "weights.pt")
+    (folder / "save.py").write_text(code, encoding="utf-8")
+    made = run(folder / "save.py", folder)
+    assert made.code == 0, made
+    return weights
+
+
 SHARDS = """
 import os, sys, torch
 import torch.distributed as dist
@@ -350,11 +360,7 @@ for ranks, placement in ((1, Shard(0)), (2, Shard(0)), (2, Replicate())):
 
 
 def test_dtensors_of_one_rank_load_and_shards_of_several_are_refused(tmp_path):
-    weights = write_folder(tmp_path / "from", UNEVEN)
-    torch.save(weights, tmp_path / "weights.pt")
-    (tmp_path / "shards.py").write_text(SHARDS, encoding="utf-8")
-    made = run(tmp_path / "shards.py", tmp_path)
-    assert made.code == 0, made
+    weights = saved_by(SHARDS, tmp_path)
     for whole in ("Shard-1", "Replicate-2"):
         convert(tmp_path, f"{whole}.pt", whole, "--to", "hf", "--model", "from")
         assert_equal(weights_in(tmp_path / whole), weights)
@@ -371,11 +377,7 @@ torch.save({"model": torch.load("weights.pt")}, "gpu.pt")
 
 
 def test_a_file_that_was_saved_on_a_gpu_loads_without_one(tmp_path):
-    weights = write_folder(tmp_path / "from", UNEVEN)
-    torch.save(weights, tmp_path / "weights.pt")
-    (tmp_path / "save.py").write_text(ON_A_GPU, encoding="utf-8")
-    made = run(tmp_path / "save.py", tmp_path)
-    assert made.code == 0, made
+    weights = saved_by(ON_A_GPU, tmp_path)
     assert b"cuda:0" in (tmp_path / "gpu.pt").read_bytes()
     convert(tmp_path, "gpu.pt", "hf", "--to", "hf", "--model", "from", CUDA_VISIBLE_DEVICES="")
     assert_equal(weights_in(tmp_path / "hf"), weights)

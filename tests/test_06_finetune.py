@@ -18,6 +18,7 @@ from support.harness import (
     assert_refused,
     config_of,
     drop_after,
+    needs_compiler,
     run,
     train,
     with_prelude,
@@ -54,18 +55,31 @@ def without_targets(batches, *args, **how):
 data.Batches.__init__ = without_targets
 """
 
-# writes the lengths of the inputs in training, which do not depend on the compiler
-LENGTHS = """
+# makes graphs as torch.compile does, and runs them without a compiler
+NO_COMPILER = """
 import torch
-torch.nn.Module.compile = lambda module, **how: None
+compile_module = torch.nn.Module.compile
+def without_compiler(module, **how):
+    compile_module(module, **how, backend="aot_eager")
+torch.nn.Module.compile = without_compiler
+"""
+# writes the lengths of the inputs in training, and how many graphs torch.compile has made
+LENGTHS = """
+import json
+import torch
+from torch._dynamo.utils import counters
+from common import exits
 forward = torch.nn.Embedding.forward
-lengths = set()
+lengths = []
 def with_lengths(embedding, tokens):
     if torch.is_grad_enabled():
-        lengths.add(tokens.shape[1])
-        open("lengths", "w", encoding="utf-8").write(" ".join(map(str, sorted(lengths))))
+        lengths.append(tokens.shape[1])
     return forward(embedding, tokens)
 torch.nn.Embedding.forward = with_lengths
+def write():
+    found = {"lengths": lengths, "graphs": counters["stats"]["unique_graphs"]}
+    open("found.json", "w", encoding="utf-8").write(json.dumps(found))
+exits.before_exit.append(write)
 """
 
 
@@ -176,8 +190,8 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
         seed=0,
     )
     corpus, _ = helper.load_chats(args, helper.read_chat_format(str(folder)), script.chat_rows)
-    train_rows = helper.Rows(corpus.train, args.seq_len, trim=False)
-    held_out_rows = helper.Rows(corpus.held_out, args.seq_len, trim=False)
+    train_rows = helper.Rows(corpus.train, args.seq_len)
+    held_out_rows = helper.Rows(corpus.held_out, args.seq_len)
     batches = data.Batches(train_rows, held_out_rows, args, rank=0, world_size=1)
     chosen = [corpus.train[i] for step in range(steps) for i in batches.global_batch(step)]
     rows = [
@@ -343,11 +357,27 @@ def test_a_signal_in_the_last_step_does_not_cost_the_model(tmp_path, folder):
     assert (tmp_path / "run/model/config.json").is_file()
 
 
-def test_compiled_micro_batches_are_as_long_as_their_longest_row(tmp_path, folder):
-    """And not as the longest of all rows. What is compiled here takes any length."""
-    script = with_prelude(SCRIPT, tmp_path, LENGTHS)
-    flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--steps", 2, "--compile")
-    flags += ("--device", "cpu", "--global-batch-size", 2, "--micro-batch-size", 1)
-    result = run(script, tmp_path, *flags, "--run-dir", "run")
-    assert result.code == 0, result
-    assert len((tmp_path / "lengths").read_text(encoding="utf-8").split()) > 1
+@pytest.mark.parametrize(
+    "prelude",
+    [
+        pytest.param(NO_COMPILER, id="aot_eager"),
+        pytest.param("", id="inductor", marks=[pytest.mark.full, needs_compiler]),
+    ],
+)
+def test_compiled_micro_batches_are_as_long_as_their_longest_row(tmp_path, folder, prelude):
+    """And not as the longest of all rows. torch compiles for one length, then for any."""
+    flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--steps", 4, "--dtype", "fp32")
+    flags += ("--global-batch-size", 4, "--micro-batch-size", 2, "--lr", LR)
+    runs = {}
+    found = {}
+    for name, more_flags in {"eager": (), "compiled": ("--compile",)}.items():
+        script = with_prelude(SCRIPT, tmp_path / name, LENGTHS + prelude)
+        runs[name] = train(script, tmp_path / name, *flags, *more_flags)
+        found[name] = json.loads((tmp_path / name / "found.json").read_text(encoding="utf-8"))
+    for column in ("loss", "grad_norm", "val_loss"):
+        eager = runs["eager"].column(column)
+        assert runs["compiled"].column(column) == pytest.approx(eager, rel=1e-5), column
+    lengths = found["compiled"]["lengths"]
+    assert lengths == found["eager"]["lengths"]
+    # one length and any length, each with and without gradients
+    assert 0 < found["compiled"]["graphs"] <= 4 < len(set(lengths))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.chapter import load
-from support.checkpoints import assert_resumes
-from support.harness import TINY, assert_refused, run
+from support.harness import ROOT, TINY, assert_refused, run
+from support.optimizers import assert_resumes, assert_steps, inverse
 
 SCRIPT = "06_fsdp_zero/muon.py"
 muon = load(SCRIPT)
@@ -82,16 +82,62 @@ def test_a_run_with_muon_resumes(tmp_path):
     assert_resumes(partial(muon.Muon, lr=0.01), tmp_path, torch.float32)
 
 
-def test_step_takes_a_closure_and_a_weight_without_a_gradient():
-    matrices = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
-    optimizer = muon.Muon(matrices, lr=0.01)
+# Trains three steps, saves, and resumes in the next job: three steps more.
+RESUMING = f"""
+import sys
+from pathlib import Path
+sys.path[:1] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from support.chapter import load
+from support.optimizers import SavedRun, inverse
+from lm import checkpoint
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Linear(65, 33))
+net[0].requires_grad_(False)  # frozen
+net.load_state_dict(torch.load("start.pt"))
+fully_shard(net)
+optimizer = load({SCRIPT!r}).Muon([net[0].weight, net[1].weight], lr=0.01)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, inverse)
+training = {{"net": net, "optimizer": optimizer, "scheduler": scheduler}}
+folder = Path("saved")
+start = checkpoint.resume(SavedRun(folder), **training) if folder.exists() else 0
+for step in range(start, start + 3):
+    torch.manual_seed(step)
+    net(torch.randn(8, 33)).square().mean().backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+dcp.save(checkpoint.training_state(start + 3, **training), checkpoint_id=folder)
+weight = net[1].weight.full_tensor()
+if dist.get_rank() == 0:
+    torch.save(weight, f"{{start + 3}}.pt")
+dist.destroy_process_group()
+"""
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = matrices[0].square().sum()
+
+def test_sharded_matrices_resume_on_another_number_of_ranks(tmp_path):
+    script = tmp_path / "resuming.py"
+    script.write_text(RESUMING, encoding="utf-8")
+    net = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Linear(65, 33))
+    torch.save(net.state_dict(), tmp_path / "start.pt")
+    for ranks in (2, 3):
+        result = run(str(script), tmp_path, nproc=ranks)
+        assert result.code == 0, result
+
+    optimizer = muon.Muon([net[1].weight], lr=0.01)
+    for step in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * inverse(step)
+        torch.manual_seed(step)
+        loss = net(torch.randn(8, 33)).square().mean()
         loss.backward()
-        return loss
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(torch.load(tmp_path / "6.pt"), net[1].weight.detach())
 
-    assert optimizer.step(closure).item() == 6
-    assert (matrices[0] != 1).all()
-    assert (matrices[1] == 1).all()
+
+def test_step_takes_a_closure_and_a_weight_without_a_gradient():
+    assert_steps(partial(muon.Muon, lr=0.01))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.chapter import load
 from support.harness import ODD, assert_refused, config_of, needs_compiler, run, with_fault
 from support.real_model import answers_of_transformers
 
@@ -197,6 +198,44 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_ranks(tmp_path, refere
         for i, (seed, ranks) in enumerate([(1, None), (1, 2), (2, None)])
     )
     assert one == two != other
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 50])
+def test_what_top_k_and_top_p_leave(top_k, top_p):
+    """Only top-p of the whole vocabulary sorts it, which takes longer than softmax or topk."""
+    logits = 2 * torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    with torch.profiler.profile() as profile:
+        found = load("09_inference/_generate.py").probabilities(
+            logits, temperature=0.8, top_k=top_k, top_p=top_p
+        )
+    for row, chances in zip(logits.double(), found, strict=True):
+        expected = (row / 0.8).softmax(-1)
+        likeliest_first = sorted(range(40), key=lambda token: -expected[token].item())
+        if top_k:
+            expected[likeliest_first[top_k:]] = 0
+        expected /= expected.sum()
+        total = 0.0
+        for token in likeliest_first:
+            chance = expected[token].item()
+            if total >= top_p:
+                expected[token] = 0
+            total += chance
+        torch.testing.assert_close(chances.double(), expected / expected.sum(), rtol=1e-5, atol=0)
+    is_sorted = "aten::sort" in {event.key for event in profile.key_averages()}
+    assert is_sorted == (top_k == 0 and top_p < 1)
+
+
+def test_the_share_of_the_bandwidth_counts_the_cache(monkeypatch):
+    """Two prompts of 10 tokens together, then three decode steps that read 12, 14 and 16."""
+    helper = load("09_inference/_generate.py")
+    monkeypatch.setattr(
+        helper.measure, "seconds_in_turns", lambda *args: {"read": {"min_seconds": 2.0}}
+    )
+    result = helper.Generated([[1, 2, 3, 4]] * 2, 10, 1.0, decode_seconds=6.0, decode_steps=3)
+    row = helper.speed(result, torch.device("cpu"), weight_bytes=1000, bytes_per_slot=100)
+    # a step takes 2 s and reads 1000 + 100 * 14 bytes, which the measured read does in 2 s
+    assert row["bandwidth_share"] == pytest.approx(1)
 
 
 def test_a_dry_run_has_the_published_bytes(tmp_path):

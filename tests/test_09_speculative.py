@@ -1,12 +1,13 @@
 """09_inference/speculative.py: a draft changes no greedy token, and saves steps of the target."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.harness import ODD, assert_refused, config_of, run, with_fault
+from support.harness import ODD, assert_refused, config_of, run, with_fault, with_prelude
 
 from lm import shapes
 from lm.weights import build
@@ -74,6 +75,48 @@ def test_the_model_as_its_own_draft_has_every_guess_accepted(folder):
     without_draft, half, itself = summary_of(folder, *flags)["rows"]
     assert itself["accepted_per_step"] == pytest.approx(3, abs=0.2)
     assert itself["target_steps"] < half["target_steps"] < without_draft["target_steps"]
+
+
+# Takes the path of CUDA graphs without a GPU. Only what is captured reads less than all slots.
+BUCKET = 8
+CAPTURED = f"""
+import torch
+import _generate
+def capture(step, inputs, pool):
+    static_inputs = [tensor.clone() for tensor in inputs]
+    logits = step(*static_inputs)
+    class Graph:
+        def replay(self):
+            logits.copy_(step(*static_inputs))
+    return Graph(), static_inputs, logits
+def compiled(net, cache, *steps):
+    return [_generate.captured(step, cache) for step in steps]
+mask = _generate.StaticCache.mask
+captures = open("captures", "a", encoding="utf-8")
+def noting_mask(cache, positions):
+    if len(cache.slots) < cache.keys["0"].shape[2]:
+        print(len(cache.slots), positions.max().item(), file=captures, flush=True)
+    return mask(cache, positions)
+torch.cuda.graph_pool_handle = tuple
+_generate.BUCKET = {BUCKET}
+_generate.StaticCache.mask = noting_mask
+_generate.capture, _generate.compiled = capture, compiled
+"""
+
+
+def test_slots_of_rejected_guesses_are_not_read(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    script = with_prelude(SCRIPT, tmp_path, CAPTURED)
+    flags = ("--draft", "draft", "--draft-tokens", 3, "--compile", "--dtype", "fp32")
+    result = answer(tmp_path, *flags, script=script)
+    assert result.code == 0, result
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert summary["rows"][1]["accepted_per_step"] < 3
+    captures = (tmp_path / "captures").read_text(encoding="utf-8").splitlines()
+    assert captures
+    for capture in captures:
+        slots, last_position = map(int, capture.split())
+        assert slots == math.ceil((last_position + 1) / BUCKET) * BUCKET
 
 
 FAULTS = {  # a line, and what stands in its place

@@ -2,16 +2,14 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lm import checkpoint, shapes
+from lm import shapes
 from lm.weights import build
 
 
@@ -81,52 +79,3 @@ def assert_same_gradients(ours: Path, theirs: Path, steps: int = 1) -> None:
         gradients_by_step(ours, steps), gradients_by_step(theirs, steps), strict=True
     ):
         torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-7)
-
-
-class SavedRun(NamedTuple):
-    """Stand in for a run with one checkpoint, for lm.checkpoint.resume."""
-
-    folder: Path
-    group: None = None
-
-    def find_intact(self) -> Path:
-        return self.folder
-
-
-def assert_resumes(make_optimizer: Callable, folder: Path, dtype: torch.dtype) -> None:
-    """Train a model, save after some steps, resume with new objects, and compare to the bit."""
-
-    def start(seed: int) -> dict:
-        torch.manual_seed(seed)
-        net = torch.nn.Sequential(torch.nn.Linear(24, 40, bias=False)).to(dtype)
-        optimizer = make_optimizer([*net.parameters()])
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, inverse)
-        return {"net": net, "optimizer": optimizer, "scheduler": scheduler}
-
-    def train(training: dict, steps: range) -> torch.Tensor:
-        for step in steps:
-            torch.manual_seed(step)
-            output = training["net"](torch.randn(8, 24).to(dtype))
-            output.square().mean().backward()
-            training["optimizer"].step()
-            training["scheduler"].step()
-            training["optimizer"].zero_grad()
-        return training["net"][0].weight.detach()
-
-    expected = train(start(0), range(6))
-    saved = start(0)
-    train(saved, range(3))
-    dcp.save(checkpoint.training_state(3, **saved), checkpoint_id=folder)
-    resumed = start(1)
-    assert checkpoint.resume(SavedRun(folder), **resumed) == 3
-    saved_states = saved["optimizer"].state.values()
-    states = resumed["optimizer"].state.values()
-    for saved_state, state in zip(saved_states, states, strict=False):
-        for name, value in saved_state.items():
-            assert getattr(state[name], "dtype", None) == getattr(value, "dtype", None), name
-    assert torch.equal(train(resumed, range(3, 6)), expected)
-
-
-def inverse(step: int) -> float:
-    """Return a factor of the learning rate that falls."""
-    return 1 / (1 + step)
