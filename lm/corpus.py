@@ -13,7 +13,6 @@ import io
 import json
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -21,6 +20,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from common.exits import UserError
+from lm import stdlib_text
 from lm.runs import is_checkpoint, is_run_folder, is_settings_of_run
 
 HELD_OUT = 0.05  # share of the text that is held out for evaluation
@@ -29,9 +29,6 @@ HELD_OUT = 0.05  # share of the text that is held out for evaluation
 TEXTS = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".parquet")
 COMPRESSED = (".gz", ".zst", ".bz2")  # behind one of the others, as in .jsonl.gz
-
-# Folders of the Python standard library that are not part of the corpus "stdlib".
-NO_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 # Files of a folder from which transformers may make a tokenizer.
 TOKENIZER_PATTERNS = (
@@ -341,7 +338,7 @@ def sources(
             return Sources(origins, fingerprint, [], [])
 
     if data == "stdlib":
-        found = _find_stdlib()
+        found = Sources([str(path) for path in stdlib_text.source_files()], [], [], [])
     else:
         with as_user_error(f"--data {data}"):
             found = _find_files(Path(data), outputs)
@@ -406,17 +403,6 @@ def _find_data_set(name: str, config: str | None, split: str) -> tuple[list, lis
     for files_of_split in (builder.config.data_files or {}).values():
         files += [path for path in files_of_split if os.path.isfile(path)]
     return [builder.as_streaming_dataset(split)], [builder.hash, *fingerprint_of(files)]
-
-
-def _find_stdlib() -> Sources:
-    """Find the files of the Python standard library, sorted."""
-    files = []
-    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        # os.walk does not enter folders that are removed from its list.
-        folders[:] = [name for name in _visible(folders) if name not in NO_TEXT]
-        files += [Path(folder, name) for name in _visible(names)]
-    origins = [str(path) for path in sorted(files) if file_type(path) == ".py"]
-    return Sources(origins, [], [], [])
 
 
 def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:

@@ -1,37 +1,31 @@
-"""The data of a training run, from text to the batches of each rank.
+"""The data of a training run, from text to samples.
 
     text --load_corpus()--> Corpus --sequences()--> samples --Batches--> micro-batches of one rank
 
 - load_corpus() turns text into token ids and caches them in files.
 - sequences() cuts the token ids into samples: pairs (inputs, targets).
-- Batches chooses the samples that each rank reads at each step. The choice depends on the seed and
-  the step. It does not depend on the number of ranks.
-
-To train on your own data, pass your own torch Datasets to Batches.
+- Batches (training/batches.py) chooses the samples that each rank reads at each step.
 """
 
 import contextlib
 import hashlib
-import itertools
 import json
-import math
 import os
-import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from common import files
 from common.exits import UserError
 from common.runtime import all_gather, print0
+from lm import stdlib_text
 from lm.corpus import (
     HELD_OUT,
     documents,
@@ -49,9 +43,6 @@ LARGEST_TEXT = 200_000_000
 CACHE_VERSION = 6  # increase it with every change to how text becomes tokens
 CACHE_MARK = "tokens"  # of a folder in the cache: see common/files.py
 CORPUS_FILES = ("train.npy", "held_out.npy", "corpus.json")
-
-EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
-PADDING = -100  # a target that the loss ignores: ignore_index of F.cross_entropy
 
 
 class JoinedTokens:
@@ -345,7 +336,7 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str, hold_out: b
         held_out_texts = []
     elif data == "stdlib":
         # Many figures were measured on the corpus "stdlib". So it keeps its split.
-        train_texts, held_out_texts = _split_by_count(texts)
+        train_texts, held_out_texts = stdlib_text.split(texts)
     else:
         train_texts, held_out_texts = _split(texts)
     definition, about = load_tokenizer(tokenizer)
@@ -424,19 +415,6 @@ def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     return train, held_out
 
 
-def _split_by_count(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Split documents into training and held-out texts: the 5 % with the lowest hashes.
-
-    All copies of a document are on the same side.
-    """
-    unique = sorted(set(texts), key=_sha256)
-    held_out_count = math.ceil(len(unique) * HELD_OUT)
-    held_out_texts = set(unique[:held_out_count])
-    train = [text for text in texts if text not in held_out_texts]
-    held_out = [text for text in texts if text in held_out_texts]
-    return train, held_out
-
-
 def _sha256(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
@@ -470,205 +448,3 @@ class Sequences(Dataset):
 def sequences(corpus: Corpus, seq_len: int) -> tuple[Sequences, Sequences]:
     """Return the samples of training and of evaluation, sequences of seq_len tokens."""
     return Sequences(corpus.train, seq_len), Sequences(corpus.held_out, seq_len)
-
-
-class Batches:
-    """The batches that one rank reads.
-
-    At each step, all ranks together read the same samples, no matter how many ranks there are.
-
-    Global batch: the samples of one optimizer step, over all ranks. Each rank reads an equal share
-    of it, in micro-batches. A rank runs forward and backward once per micro-batch, and accumulates
-    the gradients:
-
-        global_batch_size = world_size x accumulation_steps x micro_batch_size
-
-    Epoch: every training sample once, in a random order that depends on the seed and the number of
-    the epoch. The epochs follow each other in one endless stream. If there are n training samples,
-    position p of the stream holds sample
-
-        order[p % n]    where order is the random order of epoch p // n
-
-    Step s, counted from 0, reads global_batch_size positions, from s x global_batch_size on. Rank 0
-    reads the first share of them, rank 1 the second, and so on. The samples of a step depend on the
-    seed and the step only. So a run can resume at any step and on another number of ranks.
-
-    Example: with 10 training samples, a global batch of 8 and micro-batches of 2, two ranks read
-    these positions:
-
-                  rank 0                rank 1
-        step 0    [0, 1]   [2, 3]       [4, 5]   [6, 7]
-        step 1    [8, 9]   [10, 11]     [12, 13] [14, 15]
-
-    Positions 0 to 9 are the first epoch. The second epoch starts in the middle of step 1. Of four
-    ranks, each reads one micro-batch per step: in step 0, rank 0 reads [0, 1], rank 1 reads [2, 3],
-    rank 2 reads [4, 5], and rank 3 reads [6, 7].
-    """
-
-    def __init__(
-        self, train: Dataset, held_out: Dataset, args, *, rank: int, world_size: int
-    ) -> None:
-        """Compute the sizes of the batches.
-
-        Args:
-            train: The training samples, a Dataset with a length. A sample is a pair of tensors
-                (inputs, targets). The samples have equal shapes, except where the Dataset has a
-                method __getitems__ that pads the samples of a micro-batch to equal shapes.
-            held_out: The samples of the evaluation, all of equal shapes. The loss must ignore
-                targets that are PADDING.
-            args: The flags global_batch_size, micro_batch_size, seed and seq_len. If
-                micro_batch_size is None, a rank reads its share as one micro-batch.
-            rank: The data-parallel index of this rank. Ranks that hold parts of the same model, as
-                in tensor parallelism, read the same samples and pass the same index.
-            world_size: The number of data-parallel indices.
-
-        Raises:
-            UserError: The global batch is not a multiple of world_size x micro_batch_size, or there
-                are too few samples.
-        """
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = args.seed
-        self.global_batch_size = args.global_batch_size
-
-        unit = world_size * (args.micro_batch_size or 1)
-        if self.global_batch_size % unit != 0:
-            below = self.global_batch_size // unit * unit
-            above = below + unit
-            nearest = f"{below} or {above}" if below > 0 else f"{above}"
-            raise UserError(
-                f"--global-batch-size {self.global_batch_size} is no multiple of {unit} "
-                f"(micro-batch x ranks): use {nearest}"
-            )
-        self.samples_per_rank = self.global_batch_size // world_size
-        self.micro_batch_size = args.micro_batch_size or self.samples_per_rank
-        self.accumulation_steps = self.samples_per_rank // self.micro_batch_size
-
-        self.train = train
-        self.held_out = held_out
-        self._check_length("--data", "training", train, self.global_batch_size, args.seq_len)
-        eval_data = getattr(args, "eval_data", None)
-        held_out_flag = f"--eval-data {eval_data}" if eval_data else "--data"
-        self._check_length(held_out_flag, "held-out", held_out, 1, args.seq_len)
-        # A sample has as many targets as tokens; an image, for example, has one.
-        _, targets = held_out[0]
-        self.tokens_per_step = self.global_batch_size * targets.numel()
-
-        # Keep the orders of two epochs: a step can read the end of one and the start of the next.
-        self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
-
-    def _check_length(
-        self, flag: str, part: str, samples: Dataset, needed: int, seq_len: int
-    ) -> None:
-        """Raise UserError if there are fewer samples than needed."""
-        if len(samples) < needed:
-            raise UserError(
-                f"{flag} has {len(samples)} {part} sequences of --seq-len {seq_len}, "
-                f"and needs {needed}: add text, or lower --seq-len or --global-batch-size"
-            )
-
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        """Return the random order of an epoch: the indices of all training samples, [samples]."""
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.train))
-
-    def global_batch(self, step: int) -> list[int]:
-        """Return the indices of the samples that all ranks together read at a step.
-
-        Steps are counted from 0.
-        """
-        start = step * self.global_batch_size
-        indices = []
-        for position in range(start, start + self.global_batch_size):
-            epoch, place = divmod(position, len(self.train))
-            indices.append(int(self._order_of_epoch(epoch)[place]))
-        return indices
-
-    def micro_batch_indices(self, start_step: int = 0) -> Iterator[list[int]]:
-        """Yield the sample indices of each micro-batch of this rank. The iterator never ends."""
-        # Where this rank's share of the global batch starts and ends.
-        start = self.rank * self.samples_per_rank
-        end = start + self.samples_per_rank
-        for step in itertools.count(start_step):
-            indices = self.global_batch(step)
-            for first in range(start, end, self.micro_batch_size):
-                yield indices[first : first + self.micro_batch_size]
-
-    def stream(
-        self, start_step: int, *, pin: bool = False, num_workers: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return an endless iterator over the micro-batches of this rank.
-
-        A micro-batch is (inputs, targets), each [micro_batch_size, *shape of a sample], on the CPU.
-
-        Args:
-            start_step: The step to start with, counted from 0. A run that resumes passes the number
-                of steps that are done.
-            pin: Return tensors in pinned memory. A GPU can copy them while it computes.
-            num_workers: Processes that load samples in advance. With 0, this process loads them.
-        """
-        loader = DataLoader(
-            self.train,
-            batch_sampler=self.micro_batch_indices(start_step),
-            num_workers=num_workers,
-            worker_init_fn=_ignore_signals,
-            pin_memory=pin,
-            # DataLoader draws a seed for its workers. From the default generator it would change
-            # the random state that a resumed run restores.
-            generator=torch.Generator(),
-        )
-        return iter(loader)
-
-    def evaluation(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's share of the held-out samples, in micro-batches as in stream().
-
-        All ranks together read at most EVAL_SEQUENCES samples. Every rank gets the same number of
-        micro-batches: forward of a sharded model communicates, and would hang if one rank called it
-        less often. A rank with fewer samples gets additional rows whose targets are all PADDING.
-        """
-        count = min(EVAL_SEQUENCES, len(self.held_out))
-        evenly_spaced = np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64)
-        chosen = np.unique(evenly_spaced)
-
-        most_per_rank = math.ceil(len(chosen) / self.world_size)
-        micro_batches = math.ceil(most_per_rank / self.micro_batch_size)
-        rows = micro_batches * self.micro_batch_size
-        first_inputs, first_targets = self.held_out[0]
-        inputs = first_inputs.new_zeros(rows, *first_inputs.shape)
-        targets = first_targets.new_full((rows, *first_targets.shape), PADDING)
-        chosen_by_this_rank = chosen[self.rank :: self.world_size]
-        for row, i in enumerate(chosen_by_this_rank.tolist()):
-            inputs[row], targets[row] = self.held_out[i]
-
-        input_batches = inputs.split(self.micro_batch_size)
-        target_batches = targets.split(self.micro_batch_size)
-        return list(zip(input_batches, target_batches, strict=True))
-
-
-def _ignore_signals(_worker: int) -> None:
-    """Let a DataLoader worker ignore the signals that stop a run.
-
-    A scheduler sends them to all processes of a job. The ranks then finish their step and save a
-    checkpoint, and need their workers until then.
-    """
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first samples of the corpus "stdlib" as one batch, for lessons that need no more.
-
-    The batch is (inputs, targets), each int64 [batch_size, seq_len], on `device`.
-
-    Raises:
-        UserError: The corpus has fewer samples.
-    """
-    samples = Sequences(load_corpus("stdlib").train, seq_len)
-    if len(samples) < batch_size:
-        raise UserError(
-            f"{batch_size} sequences of {seq_len} tokens, the text has {len(samples)}: "
-            "lower the steps or batch"
-        )
-    pairs = [samples[i] for i in range(batch_size)]
-    inputs = torch.stack([inputs for inputs, _ in pairs])
-    targets = torch.stack([targets for _, targets in pairs])
-    return inputs.to(device), targets.to(device)

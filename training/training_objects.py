@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lm.data import Batches
+from training.batches import Batches
 
 
 class TrainingObjects(NamedTuple):
@@ -15,7 +15,7 @@ class TrainingObjects(NamedTuple):
         model: The training loop calls `model(inputs, targets)`, which returns the mean loss over
             the targets of a micro-batch, a scalar. The evaluation calls
             `model(inputs, targets, reduction="sum")`, which returns the sum over the targets that
-            are not lm.data.PADDING.
+            are not training.batches.PADDING.
         batches: The batches of this rank. All training samples must have the same number of
             targets, or the mean over ranks would not be the mean over all targets.
             06_fsdp_zero/finetune.py shows what to do if the numbers differ.
