@@ -26,11 +26,15 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import exits, measure, report
+from common import measure, report
 
 FORMATS = {  # torch's dtype, exponent bits, mantissa bits
     "fp64": (torch.float64, 11, 52),

@@ -30,15 +30,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _trained_model
 import torch
 import torch.nn.functional as F
+from _trained_model import Batches, Forward, linears, loss_difference, losses, train
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _trained_model
-from _trained_model import Batches, Forward, linears, loss_difference, losses, train
-
-from common import cli, exits, report
+from common import cli, report
 
 LR = 2e-4  # where the model's schedule ended: a higher one would first undo some of its training
 STEPS = {"cpu": 8, "cuda": 30}  # default of --steps

@@ -29,15 +29,18 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _trained_model
 import torch
 import torch.nn.functional as F
+from _trained_model import Batches, Forward, linears, loss_difference, losses
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _trained_model
-from _trained_model import Batches, Forward, linears, loss_difference, losses
-
-from common import cli, exits, measure, report
+from common import cli, measure, report
 from lm import model, shapes
 
 CALIBRATION_SEQUENCES = 16

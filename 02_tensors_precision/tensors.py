@@ -22,12 +22,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 from torch import nn
 from torch.nn.functional import conv2d
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import exits, measure, report
+from common import measure, report
 
 NHWC = torch.channels_last
 SHAPES = {

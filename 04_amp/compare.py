@@ -31,16 +31,19 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _compare as helper
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 from torch.optim import AdamW
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _compare as helper
-
-from common import exits, measure, report
+from common import measure, report
 from common.exits import UserError
 from lm import data, shapes, weights
 

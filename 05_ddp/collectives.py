@@ -39,15 +39,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _collectives as helper
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _collectives as helper
-
-from common import exits, report, runtime
+from common import report, runtime
 from common.torch_versions import all_gather_single, reduce_scatter_single
 from lm import shapes
 

@@ -40,15 +40,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 import torch.distributed as dist
+from _ddp_from_scratch import CALLS, TIMES, WARMUP_STEPS, Variant, check, row_of, train
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from _ddp_from_scratch import CALLS, TIMES, WARMUP_STEPS, Variant, check, row_of, train
-
-from common import exits, report, runtime
+from common import report, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import data, shapes, weights
 

@@ -40,12 +40,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before NumPy: it says what to do without it
+
+# isort: split
+
+import _prepare_data as helper
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _prepare_data as helper
-
-from common import exits, files, report
+from common import files, report
 from lm import corpus
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it

@@ -35,16 +35,19 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _stragglers as helper
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _stragglers as helper
-
-from common import exits, files, report, runtime
+from common import files, report, runtime
 from lm import data, shapes, weights
 
 SLOW = 2.0  # times the typical rank; on a quiet cluster 1.1 is worth a look

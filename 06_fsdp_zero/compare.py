@@ -44,19 +44,22 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _compare as helper
 import torch
 import torch.distributed as dist
+from _bytes_per_rank import bytes_of_training
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _compare as helper
-from _bytes_per_rank import bytes_of_training
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import data, shapes
 from lm.activation_checkpointing import checkpoint_blocks

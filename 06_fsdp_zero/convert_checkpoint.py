@@ -33,11 +33,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from _convert_checkpoint import (
     EMBEDDING,
     HEAD,
@@ -56,8 +58,9 @@ from _convert_checkpoint import (
     set_special_ids,
     without_prefixes,
 )
+from torch import Tensor
 
-from common import cli, exits, files, report, runtime
+from common import cli, files, report, runtime
 from common.exits import UserError
 from lm import checkpoint, runs, shapes
 from lm.weight_files import StoredWeights

@@ -35,6 +35,12 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _muon as helper
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,10 +48,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _muon as helper
-
-from common import exits, report, runtime
+from common import report, runtime
 from lm import data, shapes
 from lm.weights import build
 

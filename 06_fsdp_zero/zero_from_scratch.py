@@ -40,16 +40,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _zero_from_scratch as helper
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _zero_from_scratch as helper
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 
 # The names since torch 2.13. Before, they were all_gather_into_tensor and reduce_scatter_tensor.
 from common.torch_versions import all_gather_single, reduce_scatter_single

@@ -29,14 +29,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _chunked_loss as helper
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _chunked_loss as helper
-
-from common import exits, hardware, report
+from common import hardware, report
 from common.measure import seconds_in_turns
 from lm.data import PADDING
 

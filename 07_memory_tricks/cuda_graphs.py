@@ -28,13 +28,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _cuda_graphs as helper
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _cuda_graphs as helper
-
-from common import exits, measure, report
+from common import measure, report
 from lm import shapes, weights
 
 # In their first steps libraries allocate their workspaces and AdamW creates its state. Neither may

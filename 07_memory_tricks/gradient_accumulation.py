@@ -29,16 +29,19 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _gradient_accumulation as helper
 import torch
 import torch.distributed as dist
+from _gradient_accumulation import Batch, join, part_of_this_rank, split
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _gradient_accumulation as helper
-from _gradient_accumulation import Batch, join, part_of_this_rank, split
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import data, shapes
 from lm.data import PADDING

@@ -22,14 +22,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _gradient_checkpointing as helper
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _gradient_checkpointing as helper
-
-from common import exits, measure, report
+from common import measure, report
 from lm import data, shapes, weights
 from lm.activation_checkpointing import down_proj_shape, selective_contexts
 

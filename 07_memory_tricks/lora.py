@@ -35,15 +35,18 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _lora
 import torch
 import torch.nn.functional as F
+from _saved_tensors import saved_for_backward
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _lora
-from _saved_tensors import saved_for_backward
-
-from common import exits, hardware, measure, report, runtime
+from common import hardware, measure, report, runtime
 from lm import data, model, reference, shapes, weights
 
 # --- 1. LoRA (Hu et al. 2021, arXiv:2106.09685)

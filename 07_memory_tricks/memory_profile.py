@@ -32,15 +32,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _memory_profile as helper
 import torch
+from _saved_tensors import is_of_a_weight
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _memory_profile as helper
-from _saved_tensors import is_of_a_weight
-
-from common import exits, measure, report
+from common import measure, report
 from lm import shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 

@@ -30,15 +30,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _offload as helper
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _offload as helper
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 from lm import shapes, weights
 from lm.data import one_batch
 

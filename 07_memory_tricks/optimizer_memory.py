@@ -25,15 +25,18 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _optimizer_memory as helper
 import torch
+from _optimizer_memory import BLOCK, INSIDE
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _optimizer_memory as helper
-from _optimizer_memory import BLOCK, INSIDE
-
-from common import exits, report, runtime
+from common import report, runtime
 from lm import data, shapes
 from lm.weights import build
 

@@ -31,14 +31,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _packing as helper
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _packing as helper
-
-from common import exits, measure, report
+from common import measure, report
 from lm import data, model, shapes, weights
 
 # --- 1. rows

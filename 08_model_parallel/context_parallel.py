@@ -49,6 +49,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _context_parallel as helper
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -56,10 +62,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _context_parallel as helper
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 from common.torch_versions import all_gather_with_backward, all_to_all_with_backward
 from lm import data, model, shapes, weights
 

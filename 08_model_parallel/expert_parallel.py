@@ -44,19 +44,22 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _expert_parallel as helper
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _expert_parallel import experts_per_rank, mixtures
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _expert_parallel as helper
-from _expert_parallel import experts_per_rank, mixtures
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 from common.torch_versions import all_gather_single, all_to_all_with_backward
 from lm import data, model, shapes
 from lm.weights import init_weights

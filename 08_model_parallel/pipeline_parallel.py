@@ -43,16 +43,19 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _pipeline_parallel as helper
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _stages import keep_stage
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _pipeline_parallel as helper
-from _stages import keep_stage
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 from lm import model, shapes, weights
 
 GPU_DEFAULTS = {"model": "untied-wide", "seq_len": 512}

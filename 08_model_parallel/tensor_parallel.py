@@ -50,9 +50,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _tensor_parallel as helper
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _tensor_parallel import Variant
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -65,11 +72,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _tensor_parallel as helper
-from _tensor_parallel import Variant
-
-from common import exits, report, runtime
+from common import report, runtime
 from common.torch_versions import all_gather_single, reduce_scatter_single
 from lm import data, shapes, weights
 

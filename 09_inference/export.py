@@ -42,14 +42,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _export as helper
+import _generate
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _export as helper
-import _generate
-
-from common import exits, measure, report
+from common import measure, report
 from lm import model, shapes, weights
 
 MOST_ROWS = 64  # of a batch: an upper bound that the package checks

@@ -40,14 +40,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _kv_cache as helper
 import torch
+from _generate import DTYPES, Text, check_tokens, choose_dtype, generate, parser, sample
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _kv_cache as helper
-from _generate import DTYPES, Text, check_tokens, choose_dtype, generate, parser, sample
-
-from common import cli, exits, measure, report
+from common import cli, measure, report
 from lm import model, shapes, weights
 
 BLOCK = 16  # tokens

@@ -51,14 +51,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _generate
+import _offloaded as helper
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _generate
-import _offloaded as helper
-
-from common import exits, measure, report, runtime
+from common import measure, report, runtime
 from lm import model, shapes, weights
 
 # --- 1. stream: two buffers on the device

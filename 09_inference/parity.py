@@ -50,15 +50,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _parity as helper
 import torch
 import torch.nn.functional as F
+from _generate import DTYPES, StaticCache, compiled, steps_of
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _parity as helper
-from _generate import DTYPES, StaticCache, compiled, steps_of
-
-from common import exits, report
+from common import report
 from lm import model, shapes, weights
 
 CLIP = 0.2  # ratios from 0.8 to 1.2 are not clipped

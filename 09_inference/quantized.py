@@ -27,12 +27,14 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _quantized
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _quantized
 from _generate import (
     DTYPES,
     StaticCache,
@@ -47,8 +49,9 @@ from _generate import (
     steps_of,
 )
 from _quantized import tl, triton_jit, triton_operator
+from torch import Tensor, nn
 
-from common import exits, measure, report
+from common import measure, report
 from lm import shapes
 
 MATVEC_ROWS = 2  # of activations. With more, the kernel takes longer to compute than to read.

@@ -43,14 +43,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import exits  # before torch: it says what to do without it
+
+# isort: split
+
+import _generate
+import _speculative as helper
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-import _generate
-import _speculative as helper
-
-from common import exits, measure, report
+from common import measure, report
 from lm import model, shapes, weights
 
 # --- 1. the algorithm

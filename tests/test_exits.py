@@ -34,7 +34,6 @@ from support.harness import (
 )
 
 DDP = SEVERAL[0]
-SHOW = "01_devices/show.py"
 ESTIMATE = "07_memory_tricks/estimate.py"
 FINETUNE = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
@@ -292,8 +291,14 @@ def test_help_has_the_defaults(tmp_path):
 
 # --- packages that are missing
 
+SCRIPTS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py"))
+WITH_COMMON = []  # the others are files to copy, or import a script
+for script in SCRIPTS:
+    if script != ESTIMATE and "sys.path.insert" in (ROOT / script).read_text(encoding="utf-8"):
+        WITH_COMMON.append(script)
 
-@pytest.mark.parametrize("script", [SHOW, "01_devices/doctor.py", DDP, "09_inference/infer_70b.py"])
+
+@pytest.mark.parametrize("script", WITH_COMMON)
 def test_without_torch_one_line_says_what_to_do(tmp_path, script):
     """Python -S finds no installed package, as the system's Python."""
     argv = [sys.executable, "-S", str(ROOT / script), "--help"]
