@@ -32,8 +32,8 @@ MARK = ".gym"  # a file in each copy, with the number of its bug
 def bugs() -> list[dict[str, str]]:
     """Read the bugs from tests/data/gym.toml.
 
-    Each has a name, a symptom, the chapter that teaches it, a thread in which people met it ("" if no
-    public one is known), and `breaks`, the name of its fault in mutations.toml.
+    Each has a name, a symptom, the chapter that teaches it, a thread in which people met it ("" if
+    no public one is known), and `breaks`, the name of its fault in mutations.toml.
     """
     return tomllib.loads((ROOT / "tests/data/gym.toml").read_text(encoding="utf-8"))["bug"]
 

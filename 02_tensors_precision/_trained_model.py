@@ -19,6 +19,8 @@ from common import cli, files, report
 from common.exits import UserError
 from lm import data, shapes, weights
 from lm.corpus import has_tokenizer
+from training import batches as training_batches
+from training.batches import PADDING
 
 Forward = Callable[[Tensor], Tensor]  # takes the place of a layer's forward
 Batches = list[tuple[Tensor, Tensor]]  # (inputs, targets), each [sequences, tokens]
@@ -91,13 +93,13 @@ def losses(net: nn.Module, forwards: dict[str, Forward], batches: Batches) -> Te
     for inputs, targets in batches:
         logits = net(inputs).flatten(0, 1)  # [sequences * tokens, vocabulary]
         token_losses = F.cross_entropy(
-            logits, targets.flatten(), ignore_index=data.PADDING, reduction="none"
+            logits, targets.flatten(), ignore_index=PADDING, reduction="none"
         )
-        is_target = targets != data.PADDING  # [sequences, tokens]
+        is_target = targets != PADDING  # [sequences, tokens]
         sums = token_losses.view(targets.shape).sum(1)
         sequence_losses = sums / is_target.sum(1)
         # rows of padding fill up the last batch
-        has_targets = (targets.cpu() != data.PADDING).any(1)
+        has_targets = (targets.cpu() != PADDING).any(1)
         all_losses.append(sequence_losses.cpu()[has_targets])
 
     for name, forward in originals.items():
@@ -202,7 +204,7 @@ def space_token(model: str) -> int:
     return tokenizer.encode(" ", add_special_tokens=False)[0]
 
 
-def _batches(corpus: data.Corpus, seed: int, sizes: Sizes) -> data.Batches:
+def _batches(corpus: data.Corpus, seed: int, sizes: Sizes) -> training_batches.Batches:
     settings = argparse.Namespace(
         seed=seed,
         seq_len=sizes.seq_len,
@@ -210,4 +212,4 @@ def _batches(corpus: data.Corpus, seed: int, sizes: Sizes) -> data.Batches:
         micro_batch_size=None,
     )
     sequences = data.sequences(corpus, sizes.seq_len)
-    return data.Batches(*sequences, settings, rank=0, world_size=1)
+    return training_batches.Batches(*sequences, settings, rank=0, world_size=1)

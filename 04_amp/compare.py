@@ -46,6 +46,7 @@ from torch.optim import AdamW
 from common import measure, report
 from common.exits import UserError
 from lm import data, shapes, weights
+from training.batches import Batches
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE = 65536.0  # GradScaler's own default
@@ -217,7 +218,7 @@ def make_batches(args: argparse.Namespace, device: torch.device) -> list[Batch]:
     options = argparse.Namespace(
         seed=0, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
     )
-    batches = data.Batches(train_set, held_out_set, options, rank=0, world_size=1)
+    batches = Batches(train_set, held_out_set, options, rank=0, world_size=1)
     stream = batches.stream(0)
     result = []
     for _ in range(args.steps + 1):

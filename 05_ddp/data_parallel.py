@@ -46,7 +46,7 @@ from _data_parallel import check, columns
 from torch import Tensor, nn
 
 from common import measure, report
-from lm import data, shapes, weights
+from lm import shapes, stdlib_text, weights
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
 BATCH_SIZE = 24  # 8 devices get equal shares
@@ -178,7 +178,7 @@ def main() -> int:
     config = shapes.load_config(args.model, 256, args.seq_len)
     device = report.start_lesson(args.device)
     net = weights.build(args.model, config, seed=0, device=device)
-    inputs, targets = data.one_batch(BATCH_SIZE, args.seq_len, device)
+    inputs, targets = stdlib_text.one_batch(BATCH_SIZE, args.seq_len, device)
 
     forward_backward(net, inputs, targets)
     expected = [gradient.clone() for gradient in gradients_of(net)]

@@ -53,7 +53,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import report, runtime
 from common.torch_versions import KEEP_BUFFERS
-from lm import data, shapes, weights
+from lm import shapes, stdlib_text, weights
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
 BATCH_SIZE = 24  # sequences of all ranks together
@@ -210,7 +210,7 @@ def main() -> int:
     # Equal shares for all ranks: round the batch up to a multiple of the number of ranks.
     batch_size = -(-BATCH_SIZE // world_size) * world_size
     steps = WARMUP_STEPS + args.steps
-    all_inputs, all_targets = data.one_batch(steps * batch_size, args.seq_len, device)
+    all_inputs, all_targets = stdlib_text.one_batch(steps * batch_size, args.seq_len, device)
     batches = list(zip(all_inputs.split(batch_size), all_targets.split(batch_size), strict=True))
 
     start = weights.build(args.model, config, seed=0, device=device)

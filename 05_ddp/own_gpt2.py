@@ -18,7 +18,8 @@ from torch import nn
 
 from common import exits
 from lm import data
-from lm.training_objects import TrainingObjects
+from training.batches import PADDING, Batches
+from training.training_objects import TrainingObjects
 
 
 class CausalLM(nn.Module):
@@ -34,7 +35,7 @@ class CausalLM(nn.Module):
         return F.cross_entropy(
             logits.flatten(0, 1).float(),
             targets.flatten(),
-            ignore_index=data.PADDING,
+            ignore_index=PADDING,
             reduction=reduction,
         )
 
@@ -45,7 +46,7 @@ def load_training_objects(args, rank, world_size, device):
 
     corpus = data.load_corpus(args.data, args.tokenizer)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
-    batches = data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
+    batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
 
     config = AutoConfig.for_model(
         "gpt2",

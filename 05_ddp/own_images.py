@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import exits
-from lm.data import PADDING, Batches
-from lm.training_objects import TrainingObjects
+from training.batches import PADDING, Batches
+from training.training_objects import TrainingObjects
 
 CLASSES = 10
 

@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 from common import files, report, runtime
-from lm import data, shapes, weights
+from lm import shapes, stdlib_text, weights
 
 SLOW = 2.0  # times the typical rank; on a quiet cluster 1.1 is worth a look
 WARMUP_STEPS = 3
@@ -245,7 +245,7 @@ def main() -> int:
         raise exits.UserError(f"--slow-rank {args.slow_rank}: the last of {n} ranks is {n - 1}")
 
     net = weights.build(args.model, config, seed=0, device=device)
-    batch = data.one_batch(args.batch_size, args.seq_len, torch.device("cpu"))
+    batch = stdlib_text.one_batch(args.batch_size, args.seq_len, torch.device("cpu"))
     rows = run("nothing planted", net, batch, 1, device, args.steps)
     work = 1
     checked = []

@@ -35,16 +35,17 @@ from common.torch_versions import KEEP_BUFFERS
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
-from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
+from training.batches import PADDING, Batches
+from training.training_objects import TrainingObjects
 
 
 # YOURS: replace this function to train your own model on your own data.
 def load_training_objects(args, rank, world_size, device):
     """Return the model on `device`, the batches of this rank, and what must match on resume.
 
-    lm/training_objects.py says what the model and the batches must do. 05_ddp/own_images.py and
-    05_ddp/own_gpt2.py are examples.
+    training/training_objects.py says what the model and the batches must do. Examples:
+    05_ddp/own_images.py and 05_ddp/own_gpt2.py.
     """
     # Raise for a model that is unknown or too large, before the text is tokenized.
     weights.check_model(args.model, device, copies=world_size)
@@ -57,7 +58,7 @@ def load_training_objects(args, rank, world_size, device):
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
-        batches=data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
+        batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
@@ -237,7 +238,7 @@ def evaluate(model, batches, autocast, device) -> float:
         targets = targets.to(device)
         with autocast():
             loss_sum += model(inputs, targets, reduction="sum")
-        token_count += (targets != data.PADDING).sum()
+        token_count += (targets != PADDING).sum()
     dist.all_reduce(loss_sum)
     dist.all_reduce(token_count)
     model.train()

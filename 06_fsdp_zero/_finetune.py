@@ -42,6 +42,7 @@ from lm.hf_folder import (
 )
 from lm.weights import build, local_part, random_weight
 from planner import memory, plan, shape
+from training.batches import PADDING, Batches
 
 MODEL = "model"  # what finetune.py writes into the folder of a run
 ADAPTER = "adapter"
@@ -727,10 +728,10 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, i: int, length: int | None = None) -> tuple[Tensor, Tensor]:
         tokens = torch.from_numpy(self.rows[i].tokens).long()
         counts = torch.from_numpy(self.rows[i].counts)
-        targets = torch.where(counts, tokens, data.PADDING)
+        targets = torch.where(counts, tokens, PADDING)
         missing = (length or self.seq_len) - len(tokens) + 1
         inputs = F.pad(tokens[:-1], (0, missing))
-        return inputs, F.pad(targets[1:], (0, missing), value=data.PADDING)
+        return inputs, F.pad(targets[1:], (0, missing), value=PADDING)
 
     def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Return a micro-batch: DataLoader calls this one."""
@@ -964,7 +965,7 @@ def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
 # 5 The plan, and the adapters
 
 
-def print_plan(args, config: shapes.Config, batches: data.Batches, device: torch.device) -> int:
+def print_plan(args, config: shapes.Config, batches: Batches, device: torch.device) -> int:
     """Print what a rank will hold at its peak, and return its bytes, as torch counts them.
 
     07_memory_tricks/estimate.py prints the same, with formulas.

@@ -61,7 +61,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import measure, report, runtime
 from common.torch_versions import KEEP_BUFFERS
-from lm import data, shapes
+from lm import shapes, stdlib_text
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.weights import build, materialize
 
@@ -219,7 +219,7 @@ def measure_ranks(
     """
     rank = dist.get_rank()
     batch_size = args.world_size * args.micro_batch_size
-    all_inputs, all_targets = data.one_batch(COUNTED_STEP * batch_size, args.seq_len, device)
+    all_inputs, all_targets = stdlib_text.one_batch(COUNTED_STEP * batch_size, args.seq_len, device)
     batches = []
     for inputs, targets in zip(
         all_inputs.split(batch_size), all_targets.split(batch_size), strict=True

@@ -55,8 +55,9 @@ from torch.distributed.fsdp import (
 from torch.nn.utils import clip_grad_norm_
 
 from common import cli, hardware, report, runtime
-from lm import checkpoint, data, flags, lora, metrics, optim, shapes, weights
+from lm import checkpoint, flags, lora, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from training.batches import PADDING, Batches
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_MODEL = ROOT / "models/smollm2-135m"  # make model
@@ -220,7 +221,7 @@ def main() -> int:
     # Also with --compile: at the second length torch compiles a block once more, for any length.
     train_rows = _finetune.Rows(corpus.train, args.seq_len)
     held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
-    batches = data.Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
+    batches = Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
     # padding is no token
     batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())
     held_out = batches.evaluation()
@@ -382,7 +383,7 @@ def evaluate(model, batches, device) -> float:
         inputs = inputs.to(device)
         targets = targets.to(device)
         loss_sum += model(inputs, targets, reduction="sum")
-        target_count += (targets != data.PADDING).sum()
+        target_count += (targets != PADDING).sum()
     dist.all_reduce(loss_sum)
     dist.all_reduce(target_count)
     model.train()

@@ -49,7 +49,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import report, runtime
-from lm import data, shapes
+from lm import shapes, stdlib_text
 from lm.weights import build
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
@@ -217,7 +217,7 @@ def main() -> int:
 
     # Equal shares for all ranks: round the batch up to a multiple of the number of ranks.
     batch_size = -(-BATCH_SIZE // world_size) * world_size
-    all_inputs, all_targets = data.one_batch(args.steps * batch_size, args.seq_len, device)
+    all_inputs, all_targets = stdlib_text.one_batch(args.steps * batch_size, args.seq_len, device)
     global_batches = list(
         zip(all_inputs.split(batch_size), all_targets.split(batch_size), strict=True)
     )

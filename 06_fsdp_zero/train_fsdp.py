@@ -45,8 +45,9 @@ from common import cli, hardware, report, runtime
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
-from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
+from training.batches import PADDING, Batches
+from training.training_objects import TrainingObjects
 
 
 # YOURS: replace this function to train your own model on your own data.
@@ -54,7 +55,7 @@ def load_training_objects(args, rank, world_size, device):
     """Return the model without memory, the batches of this rank, and what must match on resume.
 
     The model is on the meta device: it has shapes and no data. No rank ever holds the full model.
-    lm/training_objects.py says what the model and the batches must do.
+    training/training_objects.py says what the model and the batches must do.
     """
     # Raise for a model that is unknown or too large, before the text is tokenized.
     held_on = "cpu" if args.cpu_offload else device
@@ -69,7 +70,7 @@ def load_training_objects(args, rank, world_size, device):
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
-        batches=data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
+        batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
@@ -263,7 +264,7 @@ def evaluate(model, batches, device) -> float:
         inputs = inputs.to(device)
         targets = targets.to(device)
         loss_sum += model(inputs, targets, reduction="sum")
-        token_count += (targets != data.PADDING).sum()
+        token_count += (targets != PADDING).sum()
     dist.all_reduce(loss_sum)
     dist.all_reduce(token_count)
     model.train()

@@ -40,8 +40,9 @@ from common import hardware, report, runtime
 from lm import data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.model import Transformer
-from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
+from training.batches import PADDING, Batches
+from training.training_objects import TrainingObjects
 
 
 # YOURS: replace this function to train your own model on your own data.
@@ -49,7 +50,7 @@ def load_training_objects(args, rank, world_size, device):
     """Return the model, the batches of this rank, and what must match on resume.
 
     At stage 3 the model is sharded already: no rank ever holds the full model.
-    lm/training_objects.py says what the model and the batches must do.
+    training/training_objects.py says what the model and the batches must do.
     """
     # Raise for a model that is unknown or too large, before the text is tokenized.
     helper.check_model_fits(args, world_size, device)
@@ -59,7 +60,7 @@ def load_training_objects(args, rank, world_size, device):
     args.micro_batch_size = fit_micro_batch(
         args, config, device, gpus=world_size, zero=args.stage, deepspeed=True
     )
-    batches = data.Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
+    batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
     if args.stage == 3:
         model = build_sharded(args, config, batches, device)
     else:
@@ -291,7 +292,7 @@ def evaluate(engine, batches, device) -> float:
         inputs = inputs.to(device)
         targets = targets.to(device)
         loss_sum += engine(inputs, targets, reduction="sum")
-        token_count += (targets != data.PADDING).sum()
+        token_count += (targets != PADDING).sum()
     dist.all_reduce(loss_sum)
     dist.all_reduce(token_count)
     engine.train()

@@ -56,7 +56,7 @@ from common import measure, report, runtime
 
 # The names since torch 2.13. Before, they were all_gather_into_tensor and reduce_scatter_tensor.
 from common.torch_versions import all_gather_single, reduce_scatter_single
-from lm import data, shapes, weights
+from lm import shapes, stdlib_text, weights
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
 BATCH_SIZE = 24  # sequences of all ranks together
@@ -330,7 +330,7 @@ def main() -> int:
 
     # Equal shares for all ranks: round the batch up to a multiple of the number of ranks.
     batch_size = -(-BATCH_SIZE // world_size) * world_size
-    all_inputs, all_targets = data.one_batch(args.steps * batch_size, args.seq_len, device)
+    all_inputs, all_targets = stdlib_text.one_batch(args.steps * batch_size, args.seq_len, device)
     batches = []
     for inputs, targets in zip(
         all_inputs.split(batch_size), all_targets.split(batch_size), strict=True

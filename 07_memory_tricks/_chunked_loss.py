@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from common import measure, runtime
-from lm.data import PADDING
+from training.batches import PADDING
 
 CHUNKED = "chunked, by hand"
 COLUMNS = {

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.exits import UserError
-from lm.data import PADDING
+from training.batches import PADDING
 
 Batch = tuple[Tensor, Tensor]  # inputs, and targets where padding is PADDING
 MEAN = "mean of means"

@@ -23,6 +23,7 @@ from common import measure
 from common.exits import UserError
 from lm import data
 from lm.corpus import has_tokenizer, largest_id
+from training.batches import PADDING, Batches
 
 INSTRUCTIONS = Path(__file__).with_name("lora_instructions.jsonl")
 HELD_OUT_EVERY = 4  # the last pair of each four is held out
@@ -79,12 +80,12 @@ def choose_task(args: Namespace) -> Task:
     return Task(256, list(islice(batches.stream(0), args.steps)), batches.evaluation())
 
 
-def make_batches(corpus: data.Corpus, seq_len: int, batch_size: int) -> data.Batches:
+def make_batches(corpus: data.Corpus, seq_len: int, batch_size: int) -> Batches:
     """Return the batches of a run of one process that reads this corpus."""
     sizes = Namespace(
         seq_len=seq_len, global_batch_size=batch_size, micro_batch_size=batch_size, seed=0
     )
-    return data.Batches(*data.sequences(corpus, sizes.seq_len), sizes, rank=0, world_size=1)
+    return Batches(*data.sequences(corpus, sizes.seq_len), sizes, rank=0, world_size=1)
 
 
 def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
@@ -101,7 +102,7 @@ def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
     # The padding is at the end, where causal attention never looks.
     inputs = nn.utils.rnn.pad_sequence([inputs for inputs, _ in encoded], batch_first=True)
     targets = nn.utils.rnn.pad_sequence(
-        [targets for _, targets in encoded], batch_first=True, padding_value=data.PADDING
+        [targets for _, targets in encoded], batch_first=True, padding_value=PADDING
     )
     held_out = torch.arange(len(pairs)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     train = (~held_out).nonzero().flatten()
@@ -139,7 +140,7 @@ def encode(tokenizer, pair: dict[str, str]) -> Batch:
     assert tokens[: len(prompt)] == prompt, (
         "this chat template changes a question when an answer follows"
     )
-    targets = [data.PADDING] * len(prompt) + tokens[len(prompt) :]
+    targets = [PADDING] * len(prompt) + tokens[len(prompt) :]
     return torch.tensor(tokens[:-1]), torch.tensor(targets[1:])
 
 
@@ -175,7 +176,7 @@ def evaluate(net: nn.Module, batches: list[Batch], autocast: Autocast) -> float:
     for inputs, targets in batches:
         with autocast():
             loss = net(inputs.to(device), targets.to(device))
-        target_count = (targets != data.PADDING).sum().item()
+        target_count = (targets != PADDING).sum().item()
         loss_sum += loss.item() * target_count
         count += target_count
     return loss_sum / count

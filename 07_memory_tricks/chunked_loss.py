@@ -41,7 +41,7 @@ from torch import Tensor
 
 from common import hardware, report
 from common.measure import seconds_in_turns
-from lm.data import PADDING
+from training.batches import PADDING
 
 # --- 1. the plain loss
 

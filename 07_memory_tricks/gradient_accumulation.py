@@ -43,9 +43,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import measure, report, runtime
 from common.torch_versions import KEEP_BUFFERS
-from lm import data, shapes
-from lm.data import PADDING
+from lm import shapes, stdlib_text
 from lm.weights import build
+from training.batches import PADDING
 
 # --- 1. the gradient of a step
 
@@ -179,7 +179,7 @@ def main() -> int:
 
     epoch_size = 2 * count + count // 2  # in micro-batches: two full groups and a half
     sequences = epoch_size * dist.get_world_size() * args.batch_size // count
-    batch = data.one_batch(sequences, args.seq_len, device)  # of all ranks, on every rank
+    batch = stdlib_text.one_batch(sequences, args.seq_len, device)  # of all ranks, on every rank
     epoch = split(batch, epoch_size)
     uneven_epoch = split(helper.shorten(batch), epoch_size)
     net = build(args.model, config, seed=0, device=device)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import measure, report
-from lm import data, shapes, weights
+from lm import shapes, stdlib_text, weights
 from lm.activation_checkpointing import down_proj_shape, selective_contexts
 
 # --- 1. by hand
@@ -135,7 +135,7 @@ def main() -> int:
     config = shapes.load_config(args.model, 256, args.seq_len)
     device = report.start_lesson(args.device)
     net = weights.build(args.model, config, seed=0, device=device)
-    batch = data.one_batch(args.batch_size, args.seq_len, device)
+    batch = stdlib_text.one_batch(args.batch_size, args.seq_len, device)
 
     def step(method: str) -> None:
         forward(net, method, batch, args.dtype).backward()

@@ -43,7 +43,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from common import measure, report, runtime
 from lm import shapes, weights
-from lm.data import one_batch
+from lm.stdlib_text import one_batch
 
 SMALLEST_BYTES = 16 * 1024  # a copy of less costs more than it frees
 # Pieces on their way down. Without a limit all would wait in the memory that is to be freed.

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from common import report, runtime
 from lm import data, shapes
 from lm.weights import build
+from training.batches import Batches
 
 # --- 1. no gradients
 
@@ -249,7 +250,7 @@ def run(recipe: str, seed: int, config: shapes.Config, corpus: data.Corpus, args
     sizes = Namespace(
         seed=seed, seq_len=args.seq_len, global_batch_size=args.batch_size, micro_batch_size=None
     )
-    batches = data.Batches(*data.sequences(corpus, sizes.seq_len), sizes, rank=0, world_size=1)
+    batches = Batches(*data.sequences(corpus, sizes.seq_len), sizes, rank=0, world_size=1)
     losses = []
     for inputs, targets in islice(batches.stream(0), args.steps):
         loss = net(inputs.to(device), targets.to(device))

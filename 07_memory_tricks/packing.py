@@ -42,7 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import measure, report
-from lm import data, model, shapes, weights
+from lm import model, shapes, stdlib_text, weights
+from training.batches import PADDING
 
 # --- 1. rows
 
@@ -99,7 +100,7 @@ def pack(documents: tuple[Tensor, ...], rows: list[list[int]], size: int) -> Bat
     positions = torch.cat([torch.arange(len(tokens), device=inputs.device) for _, tokens in parts])
     owner = torch.cat([torch.full_like(tokens, number) for number, tokens in parts])
     is_last = owner != F.pad(owner[1:], (0, 1), value=-1)
-    targets = inputs.roll(-1).masked_fill(is_last | (owner < 0), data.PADDING)
+    targets = inputs.roll(-1).masked_fill(is_last | (owner < 0), PADDING)
     tensors = (inputs, targets, positions, owner)
     return Batch(*[tensor.unflatten(0, (len(rows), size)) for tensor in tensors])
 
@@ -191,7 +192,7 @@ def step(net: nn.Module, compute_logits: Callable[[Batch], Tensor], batches: lis
     Rows hold unequal numbers of targets, so the mean of the rows' means is another loss.
     """
     net.zero_grad(set_to_none=True)
-    target_count = sum((batch.targets != data.PADDING).sum() for batch in batches)
+    target_count = sum((batch.targets != PADDING).sum() for batch in batches)
     for batch in batches:
         logits = compute_logits(batch).flatten(0, 1)
         loss = F.cross_entropy(logits.float(), batch.targets.flatten(), reduction="sum")
@@ -237,7 +238,7 @@ def run(
         "name": name,
         "useful_tokens": useful,
         "useful_token_share": useful / sum(batch.owner.numel() for batch in batches),
-        "targets": sum((batch.targets != data.PADDING).sum().item() for batch in batches),
+        "targets": sum((batch.targets != PADDING).sum().item() for batch in batches),
         "peak_bytes": memory.peak,
         "gradient_error": measure.relative_error(gradients, exact or gradients),
         "largest_change": change,
@@ -261,7 +262,7 @@ def main() -> int:
     lengths = helper.document_lengths(args.documents, size)
     helper.check_rows(best_fit(lengths, size), size, args.documents)
     device = report.start_lesson(args.device)
-    text, _ = data.one_batch(1, sum(lengths), device)
+    text, _ = stdlib_text.one_batch(1, sum(lengths), device)
     documents = text[0].split(lengths)
     net = weights.build(args.model, config, seed=0, device=device)
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from common import measure, report, runtime
 from common.exits import UserError
-from lm import data, shapes
+from lm import shapes
+from training.batches import PADDING
 
 try:  # private: another torch may have its ring elsewhere
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
@@ -184,7 +185,7 @@ def sharded(tensors: tuple[Tensor, ...], mesh) -> tuple[DTensor, ...]:
 def count_targets(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Return the number of targets in a batch, padding left out."""
     _, targets, _ = batch
-    return (targets != data.PADDING).sum()
+    return (targets != PADDING).sum()
 
 
 def largest(errors_of_ranks: list[list[float]]) -> float:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from common import measure, runtime
 from common.exits import UserError
-from lm import data, shapes
+from lm import shapes, stdlib_text
+from training.batches import PADDING
 
 UNTIED = {"untied-nano": "nano", "untied-wide": "wide"}
 LARGEST_NORM = 1.0  # of gradients
@@ -89,12 +90,12 @@ def make_batches(
     Sequences have unequal lengths: 1, 8, 15, ... tokens, again from the start beyond --seq-len.
     """
     sequences = micro_batches * args.micro_batch_size  # of a step
-    inputs, targets = data.one_batch(args.steps * sequences, args.seq_len, device)
+    inputs, targets = stdlib_text.one_batch(args.steps * sequences, args.seq_len, device)
     lengths = torch.arange(sequences, device="cpu") * 7 % args.seq_len + 1
     positions = torch.arange(args.seq_len, device=device)
     lengths_of_all_steps = lengths.repeat(args.steps).to(device)
     padding = positions >= lengths_of_all_steps[:, None]  # [steps * sequences, tokens]
-    targets[padding] = data.PADDING
+    targets[padding] = PADDING
     shape = (args.steps, micro_batches, args.micro_batch_size, args.seq_len)
     batches = list(zip(inputs.view(shape), targets.view(shape), strict=True))
     return batches, int(lengths.sum())

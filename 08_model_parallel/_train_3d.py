@@ -18,10 +18,10 @@ from common import report, runtime
 from common.exits import UserError
 from common.report import table
 from lm import weights
-from lm.data import Batches
 from lm.defaults import ON_CPU
 from lm.shapes import Config
 from lm.stages import STAGES_PER_RANK
+from training.batches import Batches
 
 # DTensor warns of two collectives in a row, one over tensor ranks and one over shards. The gradient
 # norm and the hash of the weights need both.

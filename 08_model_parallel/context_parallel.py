@@ -64,7 +64,8 @@ from torch.distributed.tensor.experimental import context_parallel
 
 from common import measure, report, runtime
 from common.torch_versions import all_gather_with_backward, all_to_all_with_backward
-from lm import data, model, shapes, weights
+from lm import model, shapes, stdlib_text, weights
+from training.batches import PADDING
 
 # --- (1) ring attention
 #
@@ -547,13 +548,15 @@ def main() -> int:
     variants = {name: all_variants[name] for name in names}
 
     # Every rank makes the same batches.
-    all_inputs, all_targets = data.one_batch(args.steps * args.batch_size, args.seq_len, device)
+    all_inputs, all_targets = stdlib_text.one_batch(
+        args.steps * args.batch_size, args.seq_len, device
+    )
     positions = torch.arange(args.seq_len, device=device).expand(args.batch_size, -1)
     batches = []
     for step in range(args.steps):
         rows = slice(step * args.batch_size, (step + 1) * args.batch_size)
         targets = all_targets[rows]
-        targets[0, 3 * (args.seq_len + 1) // 4 :] = data.PADDING  # a text that ends early
+        targets[0, 3 * (args.seq_len + 1) // 4 :] = PADDING  # a text that ends early
         batches.append((all_inputs[rows], targets, positions))
 
     bf16_rows = helper.errors_in_bf16(add_tile, tile_gradients, device)

@@ -61,7 +61,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from common import measure, report, runtime
 from common.torch_versions import all_gather_single, all_to_all_with_backward
-from lm import data, model, shapes
+from lm import model, shapes, stdlib_text
 from lm.weights import init_weights
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}
@@ -523,7 +523,7 @@ def main() -> int:
 
     # Every rank reads the full batches, and trains on its own sequences.
     size = args.global_batch_size
-    inputs, targets = data.one_batch(args.steps * size, args.seq_len, device)
+    inputs, targets = stdlib_text.one_batch(args.steps * size, args.seq_len, device)
     batches = list(zip(inputs.split(size), targets.split(size), strict=True))
     rows = [run(variant, config, batches, args, device) for variant in VARIANTS]
     bf16_rows = helper.changed_in_bf16(Mixture, device)

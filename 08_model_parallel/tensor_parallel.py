@@ -74,7 +74,8 @@ from torch.distributed.tensor.parallel import (
 
 from common import report, runtime
 from common.torch_versions import all_gather_single, reduce_scatter_single
-from lm import data, shapes, weights
+from lm import shapes, stdlib_text, weights
+from training.batches import PADDING
 
 # On a GPU, nano's kernels would end before the CPU has launched the next ones.
 GPU_DEFAULTS = {
@@ -326,7 +327,7 @@ def loss_of_shards(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     sum_of_exp, target_logit = Reduce.apply(torch.stack([sum_of_exp, target_logit]))  # replicate
 
     losses = sum_of_exp.log() - target_logit  # [batch, tokens]
-    is_target = targets != data.PADDING
+    is_target = targets != PADDING
     return (losses * is_target).sum() / is_target.sum()
 
 
@@ -462,7 +463,7 @@ def main() -> int:
     device = runtime.init_process_group(args.device)
     # The same tokens on all ranks.
     samples = args.steps * args.global_batch_size
-    inputs, targets = data.one_batch(samples, args.seq_len, device)
+    inputs, targets = stdlib_text.one_batch(samples, args.seq_len, device)
     micro_batches = list(
         zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True)
     )

@@ -69,8 +69,9 @@ from common.torch_versions import all_gather_with_backward
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.stages import STAGES_PER_RANK, stages_of_rank
-from lm.training_objects import TrainingObjects
 from planner.fit import fit_micro_batch
+from training.batches import PADDING, Batches
+from training.training_objects import TrainingObjects
 
 
 # YOURS: replace this function to train your own model on your own data.
@@ -79,7 +80,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
 
     The batch is shared out over `data_ranks` ranks. The tensor, context and pipeline ranks with the
     same data_rank read the same sequences. The model is on the meta device: it has shapes and no
-    data. lm/training_objects.py says what the model and the batches must do.
+    data. training/training_objects.py says what the model and the batches must do.
     """
     # Raise for a model that is unknown or too large, before the text is tokenized.
     held_on = "meta" if args.dry_run else device
@@ -103,7 +104,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     return TrainingObjects(
         model=model,
-        batches=data.Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks),
+        batches=Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks),
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
@@ -403,7 +404,7 @@ class Pipeline:
         self,
         stages: dict[int, nn.Module],
         args,
-        batches: data.Batches,
+        batches: Batches,
         mesh: DeviceMesh,
         device: torch.device,
     ) -> None:
@@ -704,7 +705,7 @@ def evaluate(model, batches, device, my_tokens, pipeline) -> float:
                 continue  # the last stage counts the tokens
         else:
             loss_sum += runtime.full_tensor(model(inputs, targets, reduction="sum"))
-        token_count += (targets != data.PADDING).sum()
+        token_count += (targets != PADDING).sum()
     # Tensor ranks have the same tokens: both sums count each of them --tp times.
     dist.all_reduce(loss_sum)
     dist.all_reduce(token_count)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from common import measure, report
 from common.exits import UserError
-from lm import data, model, shapes
+from lm import data, model, shapes, stdlib_text
 from lm.weights import build
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -298,7 +298,7 @@ def train(name: str, folder: Path, config: shapes.Config, device: torch.device) 
 
     net = build(name, config, seed=0, device=device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=TRAINED_HERE[name])
-    inputs, targets = data.one_batch(150 * 4, 32, device)  # 150 steps of 4 x 32 tokens
+    inputs, targets = stdlib_text.one_batch(150 * 4, 32, device)  # 150 steps of 4 x 32 tokens
     for step_inputs, step_targets in zip(inputs.split(4), targets.split(4), strict=True):
         net(step_inputs, step_targets).backward()
         optimizer.step()

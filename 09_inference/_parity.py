@@ -10,6 +10,7 @@ from torch import Tensor
 from common import hardware, report
 from common.exits import UserError
 from lm import data, model, shapes
+from training.batches import Batches
 
 PROMPT_TOKENS = 64
 TRAIN_TOKENS = 128  # of each of 8 samples in a step, or as many as the model can read
@@ -84,7 +85,7 @@ def train(net: model.Transformer, corpus: data.Corpus, args, device: torch.devic
     seq_len = min(TRAIN_TOKENS, net.config.max_position_embeddings)
     sizes = Namespace(seq_len=seq_len, global_batch_size=8, micro_batch_size=8, seed=0)
     samples = data.sequences(corpus, seq_len)
-    batches = data.Batches(*samples, sizes, rank=0, world_size=1)
+    batches = Batches(*samples, sizes, rank=0, world_size=1)
     lr = shapes.recipe(args.model).lr
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, fused=True)
     steps = report.progress_bar(islice(batches.stream(0), args.steps), "training", total=args.steps)

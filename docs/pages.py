@@ -40,7 +40,7 @@ SOURCES = (
     *("0*/*.py", "common/*.py", "lm/*.py", "planner/*.py", "benchmarks/*.py", "launch/**/*.*"),
     *("take.py", "gym.py", "models/*.py"),
 )
-FOLDERS = ("common", "lm", "planner", "benchmarks/results")
+FOLDERS = ("common", "training", "lm", "planner", "benchmarks/results")
 ORPHAN = "---\norphan: true\n---\n"  # not in the menu, only linked
 DOWNLOADED = {".json"}  # too long for a page
 

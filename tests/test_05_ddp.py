@@ -9,6 +9,7 @@ from support.harness import ROOT, run, train, with_prelude
 
 from lm import data, shapes
 from lm.weights import build
+from training.batches import Batches
 
 SCRIPT = "05_ddp/train.py"
 
@@ -31,7 +32,7 @@ def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
     net = build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
     sizes = SimpleNamespace(seq_len=32, global_batch_size=12, micro_batch_size=None, seed=3)
     samples = data.sequences(data.load_corpus("stdlib", "bytes"), sizes.seq_len)
-    batches = data.Batches(*samples, sizes, rank=0, world_size=1)
+    batches = Batches(*samples, sizes, rank=0, world_size=1)
     for step, weights in ((1, net.state_dict()), (8, saved(tmp_path, 7)["model"])):
         net.load_state_dict(weights)
         inputs, targets = next(batches.stream(step - 1))
@@ -92,7 +93,7 @@ def test_the_slowest_rank_is_named(tmp_path):
 UNEQUAL = """
 import time
 import torch.nn.functional as F
-from lm.data import Batches
+from training.batches import Batches
 rank = os.environ["RANK"]
 stream = Batches.stream
 loss = F.cross_entropy

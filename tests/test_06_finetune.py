@@ -24,8 +24,9 @@ from support.harness import (
     with_prelude,
 )
 
-from lm import data, lora, shapes, weights
+from lm import lora, shapes, weights
 from lm.optim import warmup_cosine
+from training.batches import PADDING, Batches
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
@@ -47,12 +48,12 @@ FLAGS += ("--save-dtype", "fp32", "--micro-batch-size", 1, "--warmup-steps", WAR
 # at the first step the last of three ranks reads rows without a target, and so does each micro-batch of them
 NO_TARGET = """
 from lm import data
-init = data.Batches.__init__
+init = Batches.__init__
 def without_targets(batches, *args, **how):
     init(batches, *args, **how)
     for i in batches.global_batch(0)[-2:]:
         batches.train.rows[i].counts[:] = False
-data.Batches.__init__ = without_targets
+Batches.__init__ = without_targets
 """
 
 # makes graphs as torch.compile does, and runs them without a compiler
@@ -192,11 +193,10 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
     corpus, _ = helper.load_chats(args, helper.read_chat_format(str(folder)), script.chat_rows)
     train_rows = helper.Rows(corpus.train, args.seq_len)
     held_out_rows = helper.Rows(corpus.held_out, args.seq_len)
-    batches = data.Batches(train_rows, held_out_rows, args, rank=0, world_size=1)
+    batches = Batches(train_rows, held_out_rows, args, rank=0, world_size=1)
     chosen = [corpus.train[i] for step in range(steps) for i in batches.global_batch(step)]
     rows = [
-        {"input_ids": t, "labels": np.where(counts, t, np.int64(data.PADDING))}
-        for t, counts in chosen
+        {"input_ids": t, "labels": np.where(counts, t, np.int64(PADDING))} for t, counts in chosen
     ]
     theirs = reference(folder, rank)
     losses = train_theirs(theirs, rows, steps, lr, tmp_path / "theirs")

@@ -88,8 +88,8 @@ CASES = {  # tied embeddings, flags
 COUNTS = """
 import itertools, json, os, sys
 from torch.distributed.tensor.debug import CommDebugMode
-from lm import data
-owner, name = (data.Batches, "stream") if hasattr(data, "Batches") else (data, "train_batches")
+from training.batches import Batches
+owner, name = (Batches, "stream") if hasattr(data, "Batches") else (data, "train_batches")
 made = getattr(owner, name)
 micro_batches = 3 if "--micro-batch-size" in sys.argv else 1
 

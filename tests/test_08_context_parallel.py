@@ -11,7 +11,7 @@ from support.chapter import load
 from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
 from torch import nn
 
-from lm import data, weights
+from lm import stdlib_text, weights
 
 SCRIPT = "08_model_parallel/context_parallel.py"
 SHAPES = {
@@ -52,7 +52,7 @@ def one_process(shape: str, seq_len: int) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     losses = []
     batches = [
-        tensor.split(4) for tensor in data.one_batch(4 * STEPS, seq_len, torch.device("cpu"))
+        tensor.split(4) for tensor in stdlib_text.one_batch(4 * STEPS, seq_len, torch.device("cpu"))
     ]
     for inputs, targets in zip(*batches, strict=True):
         targets[0, 3 * (seq_len + 1) // 4 :] = -100

@@ -10,7 +10,7 @@ from support.chapter import load
 from support.harness import ODD, assert_refused, config_of, run, with_fault
 from torch import nn
 
-from lm import data, weights
+from lm import stdlib_text, weights
 
 SCRIPT = "08_model_parallel/pipeline_parallel.py"
 # 9 layers: the stages are uneven.
@@ -62,7 +62,7 @@ def one_process(size: int) -> tuple[list[float], list[float]]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     losses = []
     norms = []
-    all_inputs, all_targets = data.one_batch(STEPS * size, SEQ_LEN, torch.device("cpu"))
+    all_inputs, all_targets = stdlib_text.one_batch(STEPS * size, SEQ_LEN, torch.device("cpu"))
     for inputs, targets in zip(all_inputs.split(size), all_targets.split(size), strict=True):
         for i in range(size):
             targets[i, 7 * i % SEQ_LEN + 1 :] = -100

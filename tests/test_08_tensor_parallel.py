@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support.chapter import load
 from support.harness import Result, assert_refused, config_of, run, with_fault
 
-from lm import data, weights
+from lm import stdlib_text, weights
 
 SCRIPT = "08_model_parallel/tensor_parallel.py"
 STEPS = 6
@@ -95,7 +95,7 @@ def train_one_process(shape: str) -> tuple[list[float], list[float]]:
     model = build(shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     batch_size = MICRO_BATCHES * SEQUENCES
-    all_inputs, all_targets = data.one_batch(STEPS * batch_size, LENGTH, torch.device("cpu"))
+    all_inputs, all_targets = stdlib_text.one_batch(STEPS * batch_size, LENGTH, torch.device("cpu"))
     batches = zip(all_inputs.split(batch_size), all_targets.split(batch_size), strict=True)
     losses = []
     norms = []
@@ -162,7 +162,7 @@ def test_the_loss_of_a_bf16_model_is_fp32(once):
     """Compare the loss by hand with the exact one: on one rank, and in the table of two."""
     script = load(SCRIPT)
     model = build("untied").bfloat16()
-    inputs, targets = data.one_batch(4, LENGTH, torch.device("cpu"))
+    inputs, targets = stdlib_text.one_batch(4, LENGTH, torch.device("cpu"))
     exact = torch.nn.functional.cross_entropy(
         model(inputs).double().flatten(0, 1), targets.flatten()
     )

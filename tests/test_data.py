@@ -14,6 +14,7 @@ from support.harness import ROOT
 
 from common.exits import UserError
 from lm import data
+from training.batches import PADDING, Batches
 
 
 def corpus_of(sequences: int) -> data.Corpus:
@@ -30,11 +31,11 @@ def batches_of(
     micro: int | None = None,
     batch: int = 12,
     seed: int = 3,
-) -> data.Batches:
+) -> Batches:
     """Return the batches of one rank, for sequences of 8 tokens."""
     sizes = SimpleNamespace(seq_len=8, global_batch_size=batch, micro_batch_size=micro, seed=seed)
     samples = data.sequences(corpus_of(sequences), seq_len=8)
-    return data.Batches(*samples, sizes, rank=rank, world_size=world_size)
+    return Batches(*samples, sizes, rank=rank, world_size=world_size)
 
 
 def steps(
@@ -75,7 +76,7 @@ def test_ranks_share_the_held_out_sequences(world_size, n):
     sizes = SimpleNamespace(seq_len=8, global_batch_size=4 * world_size, micro_batch_size=4, seed=0)
     samples = data.sequences(corpus, seq_len=8)
     ranks = [
-        data.Batches(*samples, sizes, rank=rank, world_size=world_size).evaluation()
+        Batches(*samples, sizes, rank=rank, world_size=world_size).evaluation()
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
@@ -83,7 +84,7 @@ def test_ranks_share_the_held_out_sequences(world_size, n):
     for inputs, targets in itertools.chain.from_iterable(ranks):
         assert inputs.shape == targets.shape == (4, 8)
         for row, wanted in zip(inputs, targets, strict=True):
-            padding = wanted == data.PADDING
+            padding = wanted == PADDING
             assert padding.all() == padding.any()
             if not padding.all():
                 sequences_read.append(int(row[0]) // 8)

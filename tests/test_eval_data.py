@@ -23,6 +23,7 @@ from support.harness import (
 )
 
 from lm import data, model
+from training.batches import EVAL_SEQUENCES
 
 DDP = "05_ddp/train.py"
 TRAIN_3D = "08_model_parallel/train_3d.py"
@@ -92,7 +93,7 @@ def test_the_held_out_loss_is_the_loss_of_the_text(tmp_path, nproc):
     result = train(DDP, tmp_path, *flags, nproc=nproc)
     tokens = torch.tensor([*text.read_bytes(), 0])
     count = (len(tokens) - 1) // 32
-    assert 50 < count <= data.EVAL_SEQUENCES
+    assert 50 < count <= EVAL_SEQUENCES
     inputs = tokens[: 32 * count].view(count, 32)
     targets = tokens[1 : 32 * count + 1].view(count, 32)
     net = model.Transformer(config_of(TINY))

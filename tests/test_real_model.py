@@ -13,6 +13,7 @@ from support.chapter import load
 from support.harness import TEXT, Result, run
 
 from lm import data
+from training.batches import Batches
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
 QUANTIZE = "02_tensors_precision/quantize.py"
@@ -33,7 +34,7 @@ def first_loss(smollm2) -> float:
         "seed": 0,
     }
     samples = data.sequences(corpus, SEQ_LEN)
-    batches = data.Batches(*samples, Namespace(**sizes), rank=0, world_size=1)
+    batches = Batches(*samples, Namespace(**sizes), rank=0, world_size=1)
     inputs, targets = next(batches.stream(0))
     net = AutoModelForCausalLM.from_pretrained(smollm2)
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, {root!r})
 from common import exits, runtime
 from lm import data, optim, sample, shapes, weights
+from training.batches import Batches
 
 kind, mode = sys.argv[1:]
 compiled = mode == "compiled"
@@ -70,7 +71,7 @@ def train(with_texts, device):
     args = argparse.Namespace(seq_len=32, seed=0, global_batch_size=8, micro_batch_size=None)
     rank, world_size, _ = runtime.ranks()
     samples = data.sequences(corpus, args.seq_len)
-    stream = data.Batches(*samples, args, rank=rank, world_size=world_size).stream(0)
+    stream = Batches(*samples, args, rank=rank, world_size=world_size).stream(0)
     net, train_net = build(device)
     net.model.layers["0"].mlp.register_forward_hook(dropout)
     optimizer, _ = optim.adamw_cosine(net, lr=0.01, weight_decay=0.1, warmup_steps=1, steps=3)
