@@ -38,7 +38,7 @@ import torch
 from _benchmark import make_row
 from torch import Tensor, nn
 
-from common import cli, hardware, report, runtime
+from common import cli, hardware, lesson, runtime
 
 CPU = torch.device("cpu")
 DTYPES = {
@@ -380,7 +380,7 @@ def main() -> int:
     add("--plot", type=cli.writable_picture, metavar="PATH", help="draw the roofline, a PNG")
     cli.add_device_and_json(parser)
     args = parser.parse_args()
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     size = "gpu" if device.type == "cuda" else "cpu"
     idle = _benchmark.conditions(device)
     flush = torch.zeros(ARRAY_BYTES[size], dtype=torch.uint8, device=device)
@@ -421,7 +421,7 @@ def main() -> int:
     name = hardware.device_name(device)
     best = _benchmark.add_shares(rows, name, idle.get("sm_clock_max_mhz"))
     ratios = _benchmark.ratios(rows, best)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=_benchmark.COLUMNS,
         checked=_benchmark.check(rows),

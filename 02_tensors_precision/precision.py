@@ -34,7 +34,7 @@ from common import exits  # before torch: it says what to do without it
 import torch
 from torch import Tensor, nn
 
-from common import measure, report
+from common import lesson, measure
 
 FORMATS = {  # torch's dtype, exponent bits, mantissa bits
     "fp64": (torch.float64, 11, 52),
@@ -375,8 +375,8 @@ def check(rows: list[dict], updates: list[dict], matrix_size: int, weights: int)
 
 
 def main() -> int:
-    args = report.lesson_flags(__doc__)
-    device = report.start_lesson(args.device)
+    args = lesson.parse_flags(__doc__)
+    device = lesson.start(args.device)
     size = "cuda" if device.type == "cuda" else "cpu"
     place = device if size == "cuda" else torch.device("cpu")  # mps has no fp64
 
@@ -391,7 +391,7 @@ def main() -> int:
     updates = [update(method, start, gradient) for method in METHODS]
 
     checked = check(rows, updates, matrix_size, weights)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=[LIMITS, SUMS, MATMULS],
         checked=checked,

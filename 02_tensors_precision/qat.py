@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from _trained_model import Batches, Forward, linears, loss_difference, losses, train
 from torch import Tensor, nn
 
-from common import cli, report
+from common import cli, lesson
 
 LR = 2e-4  # where the model's schedule ended: a higher one would first undo some of its training
 STEPS = {"cpu": 8, "cuda": 30}  # default of --steps
@@ -264,7 +264,7 @@ def main() -> int:
         help="of the weights",
     )
     args = parser.parse_args()
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     sizes = _trained_model.sizes_for(args.model, device)
     args.train_steps = args.train_steps or sizes.train_steps
     args.steps = args.steps or STEPS.get(device.type, STEPS["cpu"])
@@ -293,7 +293,7 @@ def main() -> int:
             f"median {verdict['median_gain']:+.4f} nats "
             f"({verdict['lowest_gain']:+.4f} to {verdict['highest_gain']:+.4f})"
         )
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=COLUMNS,
         checked=[

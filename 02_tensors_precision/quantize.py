@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from _trained_model import Batches, Forward, linears, loss_difference, losses
 from torch import Tensor, nn
 
-from common import cli, measure, report
+from common import cli, lesson, measure
 from lm import model, shapes
 
 CALIBRATION_SEQUENCES = 16
@@ -384,7 +384,7 @@ def main() -> int:
     parser = cli.Parser(__doc__)
     _trained_model.add_flags(parser)
     args = parser.parse_args()
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     sizes = _trained_model.sizes_for(args.model, device)
     args.train_steps = args.train_steps or sizes.train_steps
     net, corpus = _trained_model.starting_model(args, sizes, 0, device)
@@ -410,7 +410,7 @@ def main() -> int:
     for name in (*most_sensitive_first[:3], most_sensitive_first[-1]):
         added, error = scan[name]
         print(f"alone in int3, {name} adds {added:.4f} to the loss, standard error {error:.4f}")
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=COLUMNS,
         checked=check(rows),

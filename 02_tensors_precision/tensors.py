@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn.functional import conv2d
 
-from common import measure, report
+from common import lesson, measure
 
 NHWC = torch.channels_last
 SHAPES = {
@@ -268,8 +268,8 @@ COLUMNS = {
 
 
 def main() -> int:
-    args = report.lesson_flags(__doc__)
-    device = report.start_lesson(args.device)
+    args = lesson.parse_flags(__doc__)
+    device = lesson.start(args.device)
     dimensions()
     views_and_copies()
     broadcasting()
@@ -284,9 +284,7 @@ def main() -> int:
         "every statement above, by addresses, strides and writes through views",
         "both layouts give the same convolution",
     ]
-    report.end_lesson(
-        rows, columns=COLUMNS, checked=checked, args=args, device=device, **batch_bytes
-    )
+    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=device, **batch_bytes)
     return 0
 
 

@@ -43,7 +43,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 from torch.optim import AdamW
 
-from common import measure, report
+from common import lesson, measure
 from common.exits import UserError
 from lm import data, shapes, weights
 from training.batches import Batches
@@ -259,13 +259,13 @@ def compare_dtypes(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__, gpu=GPU_DEFAULTS, model="nano", steps=30, seq_len=64, batch_size=4
     )
     if args.steps % ROUNDS:
         next_multiple = math.ceil(args.steps / ROUNDS) * ROUNDS
         raise UserError(f"--steps {args.steps} is no multiple of {ROUNDS}: use {next_multiple}")
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     config = shapes.load_config(args.model, 256, args.seq_len)
     net = weights.build(args.model, config, seed=0, device=device)
     batches = make_batches(args, device)
@@ -286,7 +286,7 @@ def main() -> int:
         checked.append(vanishing_gradients(trained, batch, fitting_scale))
         checked.append(clipping_scaled_gradients(trained, batch, fitting_scale))
 
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=[helper.SPEEDS, helper.LOSSES],
         checked=checked,

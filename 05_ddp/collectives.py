@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import report, runtime
+from common import lesson, runtime
 from common.torch_versions import all_gather_single, reduce_scatter_single
 from lm import shapes
 
@@ -233,7 +233,7 @@ def predict(row: dict, device: torch.device, samples: int) -> dict[str, float]:
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, max_bytes=2**24, samples=5, link_gb_per_s=0.0
     )
     if args.max_bytes < SMALLEST_BYTES:
@@ -248,7 +248,7 @@ def main() -> int:
         names.append("send/recv")
     rows = [run(name, device, args) for name in names]
     predicted = predict(rows[1], device, args.samples)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=[helper.FITTED, helper.LARGEST],
         checked=helper.check(rows, link=args.link_gb_per_s * 1e9, bus_factor=bus_factor),

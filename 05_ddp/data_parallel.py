@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from _data_parallel import check, columns
 from torch import Tensor, nn
 
-from common import measure, report
+from common import lesson, measure
 from lm import shapes, stdlib_text, weights
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
@@ -174,9 +174,9 @@ def real_data_parallel(
 
 
 def main() -> int:
-    args = report.lesson_flags(__doc__, gpu=GPU_DEFAULTS, model="nano", seq_len=16)
+    args = lesson.parse_flags(__doc__, gpu=GPU_DEFAULTS, model="nano", seq_len=16)
     config = shapes.load_config(args.model, 256, args.seq_len)
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     net = weights.build(args.model, config, seed=0, device=device)
     inputs, targets = stdlib_text.one_batch(BATCH_SIZE, args.seq_len, device)
 
@@ -190,7 +190,7 @@ def main() -> int:
 
     parameters = shapes.parameter_count(config)
     logit_bytes = 4 * targets.numel() * config.vocab_size
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=columns(rows),
         checked=check(rows, weight_bytes=4 * parameters, logit_bytes=logit_bytes),

@@ -51,7 +51,7 @@ from _ddp_from_scratch import CALLS, TIMES, WARMUP_STEPS, Variant, check, row_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import report, runtime
+from common import lesson, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import shapes, stdlib_text, weights
 
@@ -194,7 +194,7 @@ def make_variants(start: nn.Module, bucket_bytes: int) -> list[Variant]:
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=16, steps=10
     )
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
@@ -230,7 +230,7 @@ def main() -> int:
     rows = []
     for variant in variants:
         rows.append(row_of(variant, control=variants[0], one_process=one_process.net, start=start))
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=[TIMES, CALLS],
         checked=check(rows),

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
-from common import files, report, runtime
+from common import files, lesson, runtime
 from lm import shapes, stdlib_text, weights
 
 SLOW = 2.0  # times the typical rank; on a quiet cluster 1.1 is worth a look
@@ -228,7 +228,7 @@ def uneven_inputs(device: torch.device) -> list[str]:
 def main() -> int:
     parser = helper.parser(__doc__)
     args = parser.parse_args()
-    report.fill_defaults(args, CPU_DEFAULTS, GPU_DEFAULTS, relaunches=True)
+    lesson.fill_defaults(args, CPU_DEFAULTS, GPU_DEFAULTS, relaunches=True)
     if args.slow_factor < 2 * SLOW:
         raise exits.UserError(
             f"--slow-factor {args.slow_factor} is near what every rank shows: at least {2 * SLOW:g}"
@@ -268,7 +268,7 @@ def main() -> int:
             train(net, batch, work, device, TRACED_STEPS)
         profiler.export_chrome_trace(str(args.trace / f"rank-{rank}.json"))
 
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=checked,

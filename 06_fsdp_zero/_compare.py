@@ -9,7 +9,7 @@ import torch
 from _bytes_per_rank import zero_formula
 from torch import Tensor, nn
 
-from common import cli, exits, measure, report
+from common import cli, exits, lesson, measure
 from lm import shapes
 
 # Warnings of the dry run, and of RMS norms whose weight is fp32 and whose input is bf16.
@@ -90,7 +90,7 @@ def parse_flags(doc: str, gpu_defaults: dict) -> argparse.Namespace:
     if args.dry_run:
         args.device = "cpu"
         cpu_defaults["dtype"] = "bf16"
-    report.fill_defaults(args, cpu_defaults, gpu_defaults, relaunches=True)
+    lesson.fill_defaults(args, cpu_defaults, gpu_defaults, relaunches=True)
     if args.seq_len is None:
         args.seq_len = shapes.recipe(args.model).seq_len
     return args

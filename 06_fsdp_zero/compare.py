@@ -59,7 +59,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import shapes, stdlib_text
 from lm.activation_checkpointing import checkpoint_blocks
@@ -272,7 +272,7 @@ def main() -> int:
 
     net = build(args.model, config, seed=0, device="meta")
     checked = helper.check(rows, net, args, gathered_bytes=runtime.DTYPES[args.dtype].itemsize)
-    report.end_lesson(
+    lesson.end(
         helper.with_zero(rows, net, args.world_size),
         columns=helper.COLUMNS,
         checked=checked,

@@ -60,7 +60,7 @@ from _convert_checkpoint import (
 )
 from torch import Tensor
 
-from common import cli, files, report, runtime
+from common import cli, files, lesson, report, runtime
 from common.exits import UserError
 from lm import checkpoint, runs, shapes
 from lm.weight_files import StoredWeights
@@ -331,7 +331,7 @@ def main() -> int:
         checked = [
             f"{args.target} read again, every tensor is that of {rows[0]['from']} to the bit"
         ]
-    report.end_lesson(rows, columns=COLUMNS, checked=checked, args=args, device=torch.device("cpu"))
+    lesson.end(rows, columns=COLUMNS, checked=checked, args=args, device=torch.device("cpu"))
     return 0
 
 

@@ -48,7 +48,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common import report, runtime
+from common import lesson, runtime
 from lm import shapes, stdlib_text
 from lm.weights import build
 
@@ -202,7 +202,7 @@ def run(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=32, steps=10
     )
     # Check flags before relaunch. After it, every rank would print the error.
@@ -233,7 +233,7 @@ def main() -> int:
             shard(net, device)
             batches = my_batches
         rows.append(run(name, weights, net, lr, batches))
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, 7 * config.num_hidden_layers, world_size),

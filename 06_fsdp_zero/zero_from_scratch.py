@@ -52,7 +52,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 
 # The names since torch 2.13. Before, they were all_gather_into_tensor and reduce_scatter_tensor.
 from common.torch_versions import all_gather_single, reduce_scatter_single
@@ -316,7 +316,7 @@ def run(stage: Stage, batches: list[tuple[Tensor, Tensor]]) -> dict:
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=16, steps=20
     )
     # Check flags before relaunch. After it, every rank would print the error.
@@ -348,7 +348,7 @@ def main() -> int:
         row |= run(stage, batches)
         row |= helper.compare(stage, ddp, start)
         rows.append(row)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, start),

@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import hardware, report
+from common import hardware, lesson
 from common.measure import seconds_in_turns
 from training.batches import PADDING
 
@@ -201,7 +201,7 @@ def run(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"tokens": 3072, "hidden_size": 1024, "chunk_tokens": 256},
         tokens=512,
@@ -211,7 +211,7 @@ def main() -> int:
         dtype=("fp32", "bf16"),
         rounds=3,
     )
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     batch = helper.random_batch(args, device)
     losses = loss_functions(args.chunk_tokens, device)
     steps = {name: partial(forward_backward, loss, *batch) for name, loss in losses.items()}
@@ -226,7 +226,7 @@ def main() -> int:
     for row in rows:
         row["step_bytes_ratio"] = row["step_bytes"] / rows[0]["step_bytes"]
     tolerance = helper.tolerance_of(args.dtype, device)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, args, tolerance),

@@ -37,7 +37,7 @@ import _cuda_graphs as helper
 import torch
 from torch import Tensor, nn
 
-from common import measure, report
+from common import lesson, measure
 from lm import shapes, weights
 
 # In their first steps libraries allocate their workspaces and AdamW creates its state. Neither may
@@ -190,7 +190,7 @@ def run(config: shapes.Config, args, sequences: int, device: torch.device) -> li
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"seq_len": 256, "micro_batch_sizes": "1,16,160"},
         model="nano",
@@ -203,7 +203,7 @@ def main() -> int:
     args.sequences = helper.parse_sizes(args.micro_batch_sizes)
     vocab_size = shapes.read_config(args.model).vocab_size
     config = shapes.load_config(args.model, vocab_size, args.seq_len)
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
 
     losses = None
     if device.type == "cuda":
@@ -213,7 +213,7 @@ def main() -> int:
     rows = []
     for sequences in args.sequences:
         rows += run(config, args, sequences, device)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, losses, args.dtype),

@@ -41,7 +41,7 @@ from _gradient_accumulation import Batch, join, part_of_this_rank, split
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import shapes, stdlib_text
 from lm.weights import build
@@ -162,7 +162,7 @@ def step(method: Callable, ddp: DistributedDataParallel, micro_batches: list[Bat
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "seq_len": 1024},
         model="nano",
@@ -209,7 +209,7 @@ def main() -> int:
     token_counts = [int(token_count(targets)) for _, targets in my_epoch]
     group_sizes = [len(group) for group in groups(my_epoch, count)]
     epoch_checked, used_share = helper.check_epoch(token_counts, group_sizes, count)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=checked + epoch_checked,

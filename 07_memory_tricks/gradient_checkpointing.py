@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common import measure, report
+from common import lesson, measure
 from lm import shapes, stdlib_text, weights
 from lm.activation_checkpointing import down_proj_shape, selective_contexts
 
@@ -123,7 +123,7 @@ def run(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "seq_len": 4096, "batch_size": 4},
         model="nano",
@@ -133,7 +133,7 @@ def main() -> int:
         dtype=("fp32", "bf16"),
     )
     config = shapes.load_config(args.model, 256, args.seq_len)
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     net = weights.build(args.model, config, seed=0, device=device)
     batch = stdlib_text.one_batch(args.batch_size, args.seq_len, device)
 
@@ -148,7 +148,7 @@ def main() -> int:
     seconds = measure.seconds_in_turns(steps, device, args.rounds)
     for row in rows:
         row |= seconds[row["name"]]
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, args.dtype),

@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from _saved_tensors import saved_for_backward
 from torch import Tensor, nn
 
-from common import hardware, measure, report, runtime
+from common import hardware, lesson, measure, runtime
 from lm import data, model, reference, shapes, weights
 
 # --- 1. LoRA (Hu et al. 2021, arXiv:2106.09685)
@@ -279,7 +279,7 @@ def train_base(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "batch_size": 6, "seq_len": 4096},
         model="nano",
@@ -291,7 +291,7 @@ def main() -> int:
         method=("all", *KINDS),
         dtype=("auto", "fp32", "bf16"),
     )
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
     has_weights = shapes.has_weights(args.model)
     # The learning rate of the adapters; full fine-tuning takes a tenth of it. 1e-3 is common for a
@@ -323,7 +323,7 @@ def main() -> int:
         for row in rows:
             print(f"  after {row['method']}: {row['answer']}")
     shown = rows[len(rows) // 2]  # LoRA, if all three ran: the summary has its losses
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=_lora.COLUMNS,
         checked=_lora.check(rows, args.dtype),

@@ -43,7 +43,7 @@ from _saved_tensors import is_of_a_weight
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from common import measure, report
+from common import lesson, measure
 from lm import shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 
@@ -172,7 +172,7 @@ def training_step(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "seq_len": 1024, "micro_batch_size": 8},
         model="nano",
@@ -181,7 +181,7 @@ def main() -> int:
         dtype=("fp32", "bf16"),
         checkpointing=("none", "full"),
     )
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
     net = weights.build(args.model, config, seed=0, device=device)
     checkpoint_blocks(net, args.checkpointing)
@@ -203,7 +203,7 @@ def main() -> int:
     columns = {"name": "what"}
     for heading in moments:
         columns[f"{heading} bytes"] = heading
-    report.end_lesson(
+    lesson.end(
         helper.rows_of(profile, bytes_of, moments),
         columns=columns,
         checked=helper.check(profile, bytes_of),

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from lm import shapes, weights
 from lm.stdlib_text import one_batch
 
@@ -260,7 +260,7 @@ def run(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "seq_len": 1024, "batch_size": 8},
         model="nano",
@@ -294,7 +294,7 @@ def main() -> int:
     seconds = measure.seconds_in_turns(steps, device, args.rounds)
     for row in rows:
         row |= seconds[row["name"]]
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, args.dtype),

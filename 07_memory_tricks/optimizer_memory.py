@@ -36,7 +36,7 @@ from _optimizer_memory import BLOCK, INSIDE
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import report, runtime
+from common import lesson, runtime
 from lm import data, shapes
 from lm.weights import build
 from training.batches import Batches
@@ -281,7 +281,7 @@ def run(recipe: str, seed: int, config: shapes.Config, corpus: data.Corpus, args
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "seq_len": 1024, "batch_size": 8, "steps": 10, "lr": 6e-4},
         model="nano",
@@ -303,7 +303,7 @@ def main() -> int:
         if recipe == "AdamW":
             baseline_runs = runs
         rows.append(helper.summarize(runs, baseline_runs))
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, stochastic_round),

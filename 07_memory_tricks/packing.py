@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import measure, report
+from common import lesson, measure
 from lm import model, shapes, stdlib_text, weights
 from training.batches import PADDING
 
@@ -248,7 +248,7 @@ def run(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "seq_len": 2048, "documents": 40},
         model="nano",
@@ -261,7 +261,7 @@ def main() -> int:
     config = shapes.load_config(args.model, 256, size)
     lengths = helper.document_lengths(args.documents, size)
     helper.check_rows(best_fit(lengths, size), size, args.documents)
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     text, _ = stdlib_text.one_batch(1, sum(lengths), device)
     documents = text[0].split(lengths)
     net = weights.build(args.model, config, seed=0, device=device)
@@ -302,7 +302,7 @@ def main() -> int:
     shares = {}
     for name, make_rows in (("in_order", in_order), ("best_fit", best_fit)):
         shares[name] = sum(many) / (size * len(make_rows(many, size)))
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, shares, args),

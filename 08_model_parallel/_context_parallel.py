@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from common.exits import UserError
 from lm import shapes
 from training.batches import PADDING
@@ -249,7 +249,7 @@ def errors_in_bf16(
             )
     if runtime.is_rank0():
         print(f"\nattention in bf16, {BF16_QUERIES:,} queries, {BF16_KEYS:,} keys, one process\n")
-        report.print_rows(rows, BF16_COLUMNS)
+        lesson.print_rows(rows, BF16_COLUMNS)
     return rows
 
 

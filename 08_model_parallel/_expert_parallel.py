@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import report, runtime
+from common import lesson, runtime
 from common.exits import UserError
 from common.measure import Traffic, relative_error
 from lm import shapes
@@ -148,7 +148,7 @@ def changed_in_bf16(make_mixture: Callable, device: torch.device) -> list[dict]:
         rows.append(row)
     if runtime.is_rank0():
         print(f"\n{tokens_count:,} tokens of a bf16 model: the share that gets other experts\n")
-        report.print_rows(rows, BF16_COLUMNS)
+        lesson.print_rows(rows, BF16_COLUMNS)
     return rows
 
 

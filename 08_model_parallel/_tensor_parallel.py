@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from common.exits import UserError
 from lm import shapes
 
@@ -264,7 +264,7 @@ def losses_in_bf16(
         rows.append(row)
     if runtime.is_rank0():
         print("\nthe loss of the same bf16 logits\n")
-        report.print_rows(rows, BF16_COLUMNS)
+        lesson.print_rows(rows, BF16_COLUMNS)
     return rows
 
 

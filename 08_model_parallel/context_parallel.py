@@ -62,7 +62,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from common.torch_versions import all_gather_with_backward, all_to_all_with_backward
 from lm import model, shapes, stdlib_text, weights
 from training.batches import PADDING
@@ -525,7 +525,7 @@ def count_scores(order: str, seq_len: int) -> int:
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "seq_len": 4096, "batch_size": 2, "steps": 3},
         relaunches=True,
@@ -576,7 +576,7 @@ def main() -> int:
     for row in rows:
         row |= seconds[row["name"]]
         row["kept_share"] = row["kept_bytes_per_rank"] / rows[0]["kept_bytes_per_rank"]
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, config, args),

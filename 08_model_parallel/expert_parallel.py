@@ -59,7 +59,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from common.torch_versions import all_gather_single, all_to_all_with_backward
 from lm import model, shapes, stdlib_text
 from lm.weights import init_weights
@@ -502,7 +502,7 @@ def run(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu=GPU_DEFAULTS,
         relaunches=True,
@@ -527,7 +527,7 @@ def main() -> int:
     batches = list(zip(inputs.split(size), targets.split(size), strict=True))
     rows = [run(variant, config, batches, args, device) for variant in VARIANTS]
     bf16_rows = helper.changed_in_bf16(Mixture, device)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, config, args),

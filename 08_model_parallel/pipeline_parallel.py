@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from _stages import keep_stage
 from torch import Tensor, nn
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from lm import model, shapes, weights
 
 GPU_DEFAULTS = {"model": "untied-wide", "seq_len": 512}
@@ -468,7 +468,7 @@ def run(
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu=GPU_DEFAULTS,
         relaunches=True,
@@ -506,7 +506,7 @@ def main() -> int:
     for row in rows:
         if "timelines" in row:
             runtime.print0(helper.picture(row))
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, baseline, args),

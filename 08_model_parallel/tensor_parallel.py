@@ -72,7 +72,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from common import report, runtime
+from common import lesson, runtime
 from common.torch_versions import all_gather_single, reduce_scatter_single
 from lm import shapes, stdlib_text, weights
 from training.batches import PADDING
@@ -446,7 +446,7 @@ def make_variants(build: Callable[[], nn.Module]) -> list[Variant]:
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu=GPU_DEFAULTS,
         relaunches=True,
@@ -476,7 +476,7 @@ def main() -> int:
     variants = make_variants(partial(weights.build, name, config, seed=0, device=device))
     rows = helper.run(variants, micro_batches, args)
     checked += helper.check(rows, config, args)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=checked,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
-from common import measure, report
+from common import lesson, measure
 from common.exits import UserError
 from lm import data, model, shapes, stdlib_text
 from lm.weights import build
@@ -98,7 +98,7 @@ def parse_flags(doc: str) -> argparse.Namespace:
     args.dtype = "fp32"
     if args.prompt is None and args.prompts is None:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
-    report.fill_defaults(
+    lesson.fill_defaults(
         args,
         cpu={"model": "nano", "forms": ",".join(FORMS)},
         gpu={"model": "wide", "forms": "aoti"},

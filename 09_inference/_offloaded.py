@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import cli, exits, report, runtime
+from common import cli, exits, lesson, report, runtime
 from common.exits import UserError
 from lm import shapes, weights
 from lm.weight_files import INDEX, StoredWeights
@@ -60,7 +60,7 @@ def parse_flags(doc: str) -> argparse.Namespace:
     flags.set_defaults(model=None)
     args = flags.parse_args()
     check_flags(args)
-    report.fill_defaults(args, cpu={"model": "nano"}, gpu={"model": "llama-1b"})
+    lesson.fill_defaults(args, cpu={"model": "nano"}, gpu={"model": "llama-1b"})
     return args
 
 

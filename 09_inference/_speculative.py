@@ -7,7 +7,7 @@ import _generate
 import torch
 from torch import Tensor
 
-from common import cli, measure, report
+from common import cli, lesson, measure, report
 from common.exits import UserError
 from lm import shapes
 
@@ -37,7 +37,7 @@ def parse_flags(doc: str) -> argparse.Namespace:
     )
     flags.set_defaults(model=None)
     args = flags.parse_args()
-    report.fill_defaults(
+    lesson.fill_defaults(
         args,
         cpu={"model": "nano", "compile": False},
         gpu={"model": "llama-1b", "compile": True},

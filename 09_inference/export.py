@@ -52,7 +52,7 @@ import _generate
 import torch
 from torch import Tensor, nn
 
-from common import measure, report
+from common import lesson, measure
 from lm import model, shapes, weights
 
 MOST_ROWS = 64  # of a batch: an upper bound that the package checks
@@ -283,7 +283,7 @@ def main() -> int:
     config = helper.shape_of(name)
     text = _generate.Text(args, config)
     forms, checked_tokens = helper.possible_forms(args, config, text, write_gguf)
-    device = report.start_lesson(args.device, args.seed)
+    device = lesson.start(args.device, args.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with _generate.room_for(helper.least_bytes(name, config, forms), folder):
@@ -293,7 +293,7 @@ def main() -> int:
         checked = _generate.check_tokens(rows["eager"]["token_ids"], text, args, device)
         checked += helper.check(rows, config)
         checked += checked_tokens
-    report.end_lesson(
+    lesson.end(
         [{"form": form, **row} for form, row in rows.items()],
         columns=helper.COLUMNS,
         checked=checked,

@@ -59,7 +59,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from common import cli, report, runtime
+from common import cli, lesson, runtime
 from lm import model, shapes, weights
 
 # Up to so many parameters the CPU draws random weights, which are then the same on every device. A
@@ -246,7 +246,7 @@ def main() -> int:
         bytes_per_slot=row["cache_bytes"] / cache_tokens,
     )
     planned = f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"
-    report.end_lesson(
+    lesson.end(
         [row],
         columns=helper.COLUMNS,
         checked=[planned, *checked],

@@ -50,7 +50,7 @@ import torch
 from _generate import DTYPES, Text, check_tokens, choose_dtype, generate, parser, sample
 from torch import Tensor, nn
 
-from common import cli, measure, report
+from common import cli, lesson, measure
 from lm import model, shapes, weights
 
 BLOCK = 16  # tokens
@@ -450,7 +450,7 @@ def main() -> int:
         help="put each prompt into the batch N times (default: 1, on a GPU 16)",
     )
     args = flags.parse_args()
-    report.fill_defaults(
+    lesson.fill_defaults(
         args, cpu={"model": "nano", "repeat": 1}, gpu={"model": "wide", "repeat": 16}
     )
     if args.prompt is None and args.prompts is None:
@@ -458,7 +458,7 @@ def main() -> int:
     config = shapes.read_config(args.model)
     text = Text(args, config)
     text.prompts *= args.repeat
-    device = report.start_lesson(args.device, args.seed)
+    device = lesson.start(args.device, args.seed)
     args.dtype = choose_dtype(args, config, device)
     net = weights.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
     net = weights.materialize(net, args.model, seed=args.seed, device=device)
@@ -476,7 +476,7 @@ def main() -> int:
     checked += check_tokens(rows[0]["token_ids"], text, args, device)
 
     steps = make_steps("paged", net, text, DTYPES[args.dtype], device)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=checked,

@@ -61,7 +61,7 @@ import _offloaded as helper
 import torch
 from torch import Tensor, nn
 
-from common import measure, report, runtime
+from common import lesson, measure, runtime
 from lm import model, shapes, weights
 
 # --- 1. stream: two buffers on the device
@@ -376,9 +376,7 @@ def main() -> int:
         _generate.say_if_random(args.model)
         runtime.print0(own["texts"][0])
         checked += runtime.on_rank0(partial(_generate.check_tokens, token_ids, text, args, device))
-    report.end_lesson(
-        rows, columns=helper.columns(args), checked=checked, args=args, device=device, **own
-    )
+    lesson.end(rows, columns=helper.columns(args), checked=checked, args=args, device=device, **own)
     if args.by == "zero3":
         runtime.shutdown()
     return 0

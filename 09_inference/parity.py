@@ -61,7 +61,7 @@ import torch.nn.functional as F
 from _generate import DTYPES, StaticCache, compiled, steps_of
 from torch import Tensor, nn
 
-from common import report
+from common import lesson
 from lm import model, shapes, weights
 
 CLIP = 0.2  # ratios from 0.8 to 1.2 are not clipped
@@ -281,7 +281,7 @@ def with_compiled_blocks(net: model.Transformer) -> model.Transformer:
 
 
 def main() -> int:
-    args = report.lesson_flags(
+    args = lesson.parse_flags(
         __doc__,
         gpu={"model": "wide", "batch_size": 32, "steps": 100},
         model="nano",
@@ -293,7 +293,7 @@ def main() -> int:
         no_compile=False,
     )
     config, corpus = helper.load_text(args)
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
     can_compile = not args.no_compile and helper.can_compile(device)
     prompts = helper.prompts_of(corpus, args.batch_size, device)
     net = weights.build(args.model, config, seed=0, device=device)
@@ -303,7 +303,7 @@ def main() -> int:
     if args.head == "fp32":
         net.lm_head = Fp32Head(net.lm_head)
     rows = run(net, prompts, args, can_compile)
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.COLUMNS,
         checked=helper.check(rows, args),

@@ -51,7 +51,7 @@ from _generate import (
 from _quantized import tl, triton_jit, triton_operator
 from torch import Tensor, nn
 
-from common import measure, report
+from common import lesson, measure, report
 from lm import shapes
 
 MATVEC_ROWS = 2  # of activations. With more, the kernel takes longer to compute than to read.
@@ -578,7 +578,7 @@ def main() -> int:
     args = flags.parse_args()
     config = shapes.read_config(args.model)
     text = Text(args, config)
-    device = report.start_lesson(args.device, args.seed)
+    device = lesson.start(args.device, args.seed)
     _quantized.check_kernel(args, device, len(text.texts), MATVEC_ROWS)
     say_if_random(args.model)
 
@@ -619,7 +619,7 @@ def main() -> int:
     checked += check(rows)
     own = rows[0] if len(rows) == 1 else {"dtype": None}  # each row has its own
     own["parameters"] = shapes.parameter_count(config)
-    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device, **own)
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device, **own)
     return 0
 
 

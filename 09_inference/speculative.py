@@ -53,7 +53,7 @@ import _speculative as helper
 import torch
 from torch import Tensor, nn
 
-from common import measure, report
+from common import lesson, measure
 from lm import model, shapes, weights
 
 # --- 1. the algorithm
@@ -264,7 +264,7 @@ def main() -> int:
     if args.draft:
         draft_config = shapes.read_config(args.draft, "--draft")
         helper.check_draft(args, config, draft_config, text)
-    device = report.start_lesson(args.device, args.seed)
+    device = lesson.start(args.device, args.seed)
     args.dtype = _generate.choose_dtype(args, config, device)
 
     net = load(args.model, config, args, device)
@@ -294,7 +294,7 @@ def main() -> int:
     _generate.say_if_random(args.model)
     for prompt, ids in zip(text.texts, token_ids, strict=True):
         print(f"{prompt!r} goes on: {text.decode(ids)!r}")
-    report.end_lesson(
+    lesson.end(
         rows,
         columns=helper.columns(args),
         checked=helper.check(rows, accept, text, args, device),

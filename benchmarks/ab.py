@@ -30,7 +30,7 @@ import torch
 from _measure import verdict
 from torch import Tensor
 
-from common import cli, exits, measure, report, runtime
+from common import cli, exits, lesson, measure, runtime
 from lm import shapes
 
 CHECKED_STEPS = 3  # whose results are compared; the first of them compiles
@@ -148,7 +148,7 @@ def parse_args():
     add("--no-compile", dest="compile", action="store_false")
     cli.add_device_and_json(parser)
     args = parser.parse_args()
-    device = report.start_lesson(args.device)
+    device = lesson.start(args.device)
 
     on_gpu = device.type == "cuda"
     if args.model is None:
@@ -187,7 +187,7 @@ def main() -> int:
             checked += [f"{name}: {line}" for line in lines]
         columns |= {"seconds": "a step", "peak_bytes": "peak", "first_steps_seconds": "start"}
     columns |= {"time_ratio": "time", "verdict": "verdict"}
-    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device)
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device)
     return 0
 
 

@@ -5,13 +5,13 @@ import argparse
 import pytest
 import torch
 
-from common import report
+from common import lesson
 
 
 def end(rows: list[dict], columns: dict, checked: list[str]) -> None:
     args = argparse.Namespace(json=None, model="nano")
     device = torch.device("cpu")
-    report.end_lesson(rows, columns=columns, checked=checked, args=args, device=device)
+    lesson.end(rows, columns=columns, checked=checked, args=args, device=device)
 
 
 @pytest.fixture
