@@ -1,4 +1,7 @@
-"""The source text of the Python standard library: the text of lessons, and of --data stdlib."""
+"""The source text of the Python standard library: the text of lessons, and of --data stdlib.
+
+Only one_batch imports torch: the processes of prepare_data.py do without.
+"""
 
 import hashlib
 import math
@@ -7,8 +10,6 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from common.exits import UserError
 
@@ -44,16 +45,18 @@ def _sha256(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def one_batch(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def one_batch(batch_size: int, seq_len: int, device) -> tuple:
     """Return the first sequences of the training text as one batch, for lessons.
 
-    The tokens are bytes, and a 0 ends each file. The batch is (inputs, targets), each int64
-    [batch_size, seq_len], on `device`. The target at each position is the token that follows the
+    The tokens are bytes, and a 0 ends each file. The batch is (inputs, targets), tensors of int64
+    [batch_size, seq_len] on `device`. The target at each position is the token that follows the
     input there.
 
     Raises:
         UserError: The text has fewer sequences.
     """
+    import torch
+
     train, _ = split([file.read_bytes() for file in source_files()])
     text = np.frombuffer(b"\0".join([*train, b""]), np.uint8)
     count = batch_size * seq_len
