@@ -73,6 +73,10 @@ class Rank:
         self.own_tokens = plan.tokens / plan.tp
         self.in_flight = min(plan.pp - stage, plan.micro_batches)
 
+        # FSDP gathers a tied embedding and head as one group, and others as two. Neither is counted
+        # in a pipeline, where a stage has one of them.
+        self.has_two_groups = plan.is_fsdp and plan.pp == 1 and not self.is_tied
+
         # In a pipeline FSDP reduces gradients once, after the last backward of the step.
         self.gradients_stay_whole = plan.is_fsdp and plan.pp > 1
         # Else gradients come one by one in backward. They are there all the time if micro-batches

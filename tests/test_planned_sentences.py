@@ -45,8 +45,9 @@ def test_08_compares_its_first_command_with_two_others(tmp_path):
     fits = {}
     layouts = {
         "first": "--pp 2 --micro-batch-size 1",
-        "fsdp": "--checkpointing selective --micro-batch-size 1",
-        "tensor": "--tp 8 --checkpointing full",
+        "fsdp": "--pp 1 --checkpointing selective --micro-batch-size 1",
+        "kept": "--pp 1 --micro-batch-size 1",
+        "tensor": "--pp 1 --tp 8 --checkpointing full",
     }
     for name, flags in layouts.items():
         flags = shlex.split(f"{search} {flags} --json plan.json")
@@ -57,6 +58,9 @@ def test_08_compares_its_first_command_with_two_others(tmp_path):
     less = (fits["first"]["total_bytes"] - fits["fsdp"]["total_bytes"]) / 2**30
     words = f"is\n{slower:.0%}".replace("%", " %") + f" slower and takes {less:.0f} GiB less"
     assert words in text
+    faster = 1 - seconds["kept"] / seconds["first"]
+    more = (fits["kept"]["total_bytes"] - fits["first"]["total_bytes"]) / 2**30
+    assert f"alone, which is {100 * faster:.0f} % faster and takes {more:.0f} GiB more" in text
     assert seconds["tensor"] / seconds["first"] == pytest.approx(2, abs=0.15)
 
 
