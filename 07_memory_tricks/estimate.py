@@ -46,6 +46,7 @@ MIB = 2**20
 COLUMNS = {
     "end of forward": "forward",
     "loss backward": "loss",
+    "head gradient": "head",
     "last block": "last block",
     "first MLP": "first MLP",
     "first attention": "first attn.",

@@ -18,7 +18,6 @@ from common import report, runtime
 from common.exits import UserError
 from common.report import table
 from lm import weights
-from lm.defaults import ON_CPU
 from lm.shapes import Config
 from lm.stages import STAGES_PER_RANK
 from training.batches import Batches
@@ -32,14 +31,11 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def adapt_defaults(args) -> None:
-    """Set default values that depend on the mesh. Flags that were given stay.
+    """Set the default of --reshard-after-forward.
 
-    llama-124m, the default on a GPU, has one matrix as embedding and head, which are in different
-    stages with --pp. And a stage computes many micro-batches in a row: with --reshard-after-forward
-    on, each of them would gather the weights of the stage again.
+    A pipeline stage computes many micro-batches in a row. With "on", each of them would gather the
+    weights of the stage again.
     """
-    if args.pp > 1 and "model" not in args.given:
-        args.model = ON_CPU.model
     if args.reshard_after_forward is None:
         args.reshard_after_forward = "off" if args.pp > 1 else "on"
 

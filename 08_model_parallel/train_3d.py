@@ -15,7 +15,7 @@ ranks read different sequences. fully_shard shards the weights over the data and
 
     laptop    torchrun --standalone --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
     one node  torchrun --standalone --nproc_per_node=8 08_model_parallel/train_3d.py \
-                  --model llama-8b --pp 2 --seq-len 8192 --micro-batch-size 1 \
+                  --model llama-8b --pp 2 --cp 2 --seq-len 8192 --micro-batch-size 1 \
                   --global-batch-size 128
     cluster   the same on every node, but in place of --standalone
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB

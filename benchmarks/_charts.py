@@ -79,6 +79,7 @@ def memory_over_a_step(timelines: dict[str, dict[str, list[int]]], title: str) -
 MOMENTS = {
     "end of forward": "forward ends",
     "loss backward": "loss",
+    "head gradient": "head",
     "last block": "last block",
     "first MLP": "first MLP",
     "first attention": "first attention",

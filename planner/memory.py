@@ -8,6 +8,7 @@ The moments, in order:
 
     end of forward   the last micro-batch's loss is known
     loss backward    backward has the gradient of the logits
+    head gradient    backward has left the head, whose gradient FSDP reduces if it is not tied
     last block       backward is in the MLP of the last block, whose activations all exist
     first MLP        backward is in the MLP of the first block, the last to be visited
     first attention  backward is in its attention
@@ -28,6 +29,7 @@ from planner.shape import Shape, from_config
 MOMENTS = (
     "end of forward",
     "loss backward",
+    "head gradient",
     "last block",
     "first MLP",
     "first attention",
@@ -162,8 +164,10 @@ def gradients(rank: Rank) -> Row:
     embedding_to_come = 0.0
     if rank.has_embedding and not rank.is_tied:
         embedding_to_come = rank.embedding
+    of_head = each * rank.embedding if rank.has_head else 0.0
     cells = {
-        "last block": each * rank.embedding if rank.has_head else 0.0,
+        "head gradient": of_head,
+        "last block": of_head,
         "first MLP": size - each * (rank.before_down + embedding_to_come),
         "first attention": size - each * (rank.qkv_matrices + embedding_to_come),
         "last gradients": size + second_of_tied,
@@ -208,7 +212,7 @@ def kept_activations(rank: Rank) -> Row:
     in_attention = activations.in_attention_backward(rank) * tokens
     of_other_micro_batches = size * (1 - 1 / rank.in_flight)
 
-    cells = dict.fromkeys(BEFORE_BACKWARD, size)
+    cells = dict.fromkeys((*BEFORE_BACKWARD, "head gradient"), size)
     cells["last block"] = size - consumed * tokens + in_mlp
     cells["first MLP"] = of_other_micro_batches + in_mlp
     cells["first attention"] = of_other_micro_batches + in_attention
@@ -278,12 +282,15 @@ def gathered_weights(rank: Rank) -> Row:
     """Return the row of the weights that FSDP gathers, in --dtype.
 
     Two blocks: one that computes, and the next one on its way. At the loss no next one is on its
-    way. Embedding and head stay gathered from forward to backward. In a pipeline all weights of the
-    stage stay gathered until the last backward of the step; or, with --reshard-after-forward on,
-    those that backward has gathered. DeepSpeed gathers fp32 weights, and autocast casts them.
+    way. A tied embedding and head stay gathered from forward to the end of backward: see
+    gathered_in_two_groups for others. In a pipeline all weights of the stage stay gathered until
+    the last backward of the step; or, with --reshard-after-forward on, those that backward has
+    gathered. DeepSpeed gathers fp32 weights, and autocast casts them.
     """
     if rank.plan.zero < 3:
         return Row("gathered weights", {}, "every rank holds all weights")
+    if rank.has_two_groups:
+        return gathered_in_two_groups(rank)
     size = rank.e if rank.plan.is_fsdp else 4
     if rank.weights_stay_gathered:
         words = f"{rank.all_parameters:,.0f} parameters x {size} bytes: gathered once a step"
@@ -304,11 +311,38 @@ def gathered_weights(rank: Rank) -> Row:
     return Row("gathered weights", cells, f"{words}: fully_shard")
 
 
+def gathered_in_two_groups(rank: Rank) -> Row:
+    """Return the row of the weights that FSDP gathers if the embedding is a group of its own.
+
+    The embedding is freed after its forward, and the head after its backward. In forward, torch
+    keeps the buffer of the last gather beside the weights that it copied from it. A compiled loss
+    is inside the group of the head, whose backward starts with the gather of the last block.
+    """
+    block = rank.largest_layer * rank.e
+    head = rank.embedding * rank.e
+    in_forward = head if rank.plan.shards == 1 else 2 * head
+    cells = {
+        "end of forward": in_forward,
+        "loss backward": head + (block if rank.plan.loss_method == "fused" else 0.0),
+        "head gradient": block,
+        "last block": 2 * block,
+        "first MLP": 2 * block,
+        "first attention": 2 * block,
+        "evaluation": in_forward,
+    }
+    words = (
+        f"2 blocks x {rank.largest_layer:,.0f} x {rank.e} bytes, or {rank.embedding:,.0f} of head"
+    )
+    return Row("gathered weights", cells, f"{words}: fully_shard")
+
+
 def reduced_gradients(rank: Rank) -> Row:
     """Return the row of whole gradients that FSDP is about to shard.
 
     Backward leaves those of a block in --dtype, and FSDP copies them to fp32 to reduce them. The
-    last are those of embedding and head. On one rank the copy is the gradient itself.
+    last are those of a tied embedding and head. If they are not tied, those of the head come first,
+    whose copies stay until the next group is reduced, and those of the embedding last. On one rank
+    the copy is the gradient itself.
     """
     if not rank.plan.is_fsdp:
         return Row("gradients to reduce", {}, "gradients are reduced in place")
@@ -319,7 +353,15 @@ def reduced_gradients(rank: Rank) -> Row:
     cells = {"last block": block * size}
     if not rank.plan.adapters:
         copy_is_gradient = rank.plan.shards == 1 and not rank.gradients_stay_whole
-        cells["last gradients"] = rank.root * (size - 4 if copy_is_gradient else size)
+        size_of_last = size - 4 if copy_is_gradient else size
+        if rank.has_two_groups:
+            cells["head gradient"] = rank.embedding * size_of_last
+            cells["last gradients"] = rank.embedding * size_of_last
+            if not copy_is_gradient:
+                beside_head = block * rank.e + rank.embedding * 4
+                cells["last block"] = max(cells["last block"], beside_head)
+        else:
+            cells["last gradients"] = rank.root * size_of_last
     words = f"of a block, {block:,.0f} parameters x {size} bytes, or of embedding and head"
     return Row("gradients to reduce", cells, f"{words}: fully_shard, reduce_dtype=fp32")
 

@@ -341,7 +341,9 @@ def data_seconds(rank: Rank, machine: Machine, busy: float) -> float:
 def gather_parameters(rank: Rank, machine: Machine, bytes_each: float) -> float:
     """Return the seconds in which a stage's parameters are gathered, or gradients scattered."""
     plan = rank.plan
-    calls = rank.layers + 1 if plan.zero == 3 else 1
+    calls = 1
+    if plan.zero == 3:
+        calls = rank.layers + (2 if rank.has_two_groups else 1)
     seconds = machine.gather(plan.shards, plan.tp, rank.parameters * bytes_each, calls)
     if rank.expert_layers:
         size = rank.expert_parameters * bytes_each

@@ -276,6 +276,34 @@ def test_it_compiles(tmp_path, script):
     assert "nogpu: " not in result.err, result
 
 
+TRAIN_3D = "08_model_parallel/train_3d.py"
+
+
+def train_3d_unchecked(folder: Path, flags: str) -> dict:
+    """The summary of two ranks, without the checks of numbers, which kernels that do nothing cannot pass."""
+    words = f"{ROOT / TRAIN_3D} {flags} --device cuda --json s.json"
+    result = nogpu.run("noop", folder, "tests/support/without_checks.py", words, ranks=2)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+    return json.loads((folder / "s.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "flags", ["--tp 2 --dtype bf16", "--cp 2 --dtype bf16", "--cp 2 --dtype fp32"]
+)
+def test_tensor_and_context_ranks_compile(tmp_path, flags):
+    train_3d_unchecked(tmp_path, f"{TRAIN} --compile {flags}")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_context_ranks_hold_neither_scores_nor_a_mask(tmp_path, dtype):
+    """The scores of one layer's last chunk would be 256 or 512 MiB, a mask 64 or 128."""
+    nogpu.write_shape(tmp_path, "long.json", num_attention_heads=8, max_position_embeddings=8192)
+    flags = f"--model long.json --seq-len 8192 --global-batch-size 1 --steps 1 --dtype {dtype}"
+    summary = train_3d_unchecked(tmp_path, f"{flags} --cp 2 --run-dir run")
+    assert summary["peak_memory_bytes"] < 128 * 2**20
+
+
 @pytest.mark.parametrize("script", AT_GPU_DEFAULTS)
 def test_the_defaults_on_a_gpu_run_to_the_end_and_fit(tmp_path, script):
     """Without the checks of numbers, which kernels that do nothing cannot pass."""

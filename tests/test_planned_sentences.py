@@ -34,7 +34,7 @@ def test_the_first_command_of_08_for_a_node_is_what_its_search_prints(tmp_path):
     # The docstring's command leaves out what is the default.
     script = page("08_model_parallel/train_3d.py")
     command = re.search(r"one node +(torchrun .*)", script)[1]
-    defaults = {"--checkpointing none", "--dtype bf16", "--tp 1", "--cp 1", "--replicate 1"}
+    defaults = {"--checkpointing none", "--dtype bf16", "--tp 1", "--replicate 1"}
     assert set(words_of(recommended)) - set(words_of(command)) == defaults
     assert set(words_of(command)) <= set(words_of(recommended))
 
@@ -44,7 +44,7 @@ def test_08_compares_its_first_command_with_two_others(tmp_path):
     search = re.search(rf"^python {ESTIMATE} (.*) --search$", text, re.MULTILINE)[1]
     fits = {}
     layouts = {
-        "first": "--pp 2 --micro-batch-size 1",
+        "first": "--pp 2 --cp 2 --micro-batch-size 1",
         "fsdp": "--checkpointing selective --micro-batch-size 1",
         "tensor": "--tp 8 --checkpointing full",
     }
@@ -57,7 +57,7 @@ def test_08_compares_its_first_command_with_two_others(tmp_path):
     less = (fits["first"]["total_bytes"] - fits["fsdp"]["total_bytes"]) / 2**30
     words = f"is\n{slower:.0%}".replace("%", " %") + f" slower and takes {less:.0f} GiB less"
     assert words in text
-    assert seconds["tensor"] / seconds["first"] == pytest.approx(2, abs=0.15)
+    assert 2 < seconds["tensor"] / seconds["first"] < 2.5
 
 
 def test_a_70b_needs_as_many_nodes_as_06_says(tmp_path):
