@@ -1,6 +1,10 @@
 """Copy a script, and every file of this repository that it needs, into a new folder.
 
-python take.py 05_ddp/train.py ../mine
+    python take.py 05_ddp/train.py ../mine
+    python take.py 05_ddp/train.py ../mine --own-model    without the language model of the script
+
+With --own-model, write load_training_objects anew before you run the copy: the files that it
+imports are left out. The same holds for shard_model of 06_fsdp_zero/train_fsdp.py.
 """
 
 import argparse
@@ -11,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
+OWN_MODEL = ("load_training_objects", "shard_model")  # functions that --own-model leaves out
 
 
 def imported_names(node: ast.AST) -> list[str]:
@@ -51,15 +56,20 @@ def data_files(root: Path) -> dict[str, Path]:
 
 
 @cache
-def needs(file: Path, root: Path = ROOT) -> set[Path]:
+def needs(file: Path, root: Path = ROOT, own_model: bool = False) -> set[Path]:
     """Return the files of the repository that one file imports or names in a string.
+
+    With own_model, the functions OWN_MODEL are left out.
 
     A string counts if it is the name of a file beside this one: data, or a script that it starts.
     It also counts if it is the path of a data file in another lesson folder.
     """
     named = {other.name: other for other in file.parent.iterdir()} | data_files(root)
     candidates = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if own_model:
+        tree.body = [node for node in tree.body if getattr(node, "name", "") not in OWN_MODEL]
+    for node in ast.walk(tree):
         for name in imported_names(node):
             candidates.update(files_of_module(name, file.parent, root))
         if isinstance(node, ast.Constant) and node.value in named:
@@ -67,14 +77,17 @@ def needs(file: Path, root: Path = ROOT) -> set[Path]:
     return {other for other in candidates if other.is_file() and other != file}
 
 
-def closure(script: Path, root: Path = ROOT) -> list[Path]:
-    """Return the script and every file of the repository that it needs, directly or indirectly."""
+def closure(script: Path, root: Path = ROOT, own_model: bool = False) -> list[Path]:
+    """Return the script and every file of the repository that it needs, directly or indirectly.
+
+    With own_model, leave out what the script needs for its functions OWN_MODEL alone.
+    """
     found = {script}
     waiting = [script]
     while waiting:
         file = waiting.pop()
         if file.suffix == ".py":
-            new = needs(file, root) - found
+            new = needs(file, root, own_model and file == script) - found
             found |= new
             waiting += new
     return sorted(found)
@@ -125,6 +138,11 @@ def main() -> None:
     parser.add_argument(
         "target", type=Path, help="a new or an empty folder: the copy keeps the layout"
     )
+    parser.add_argument(
+        "--own-model",
+        action="store_true",
+        help="leave out the files that only load_training_objects imports",
+    )
     args = parser.parse_args()
 
     script = find_script(args.script)
@@ -137,7 +155,7 @@ def main() -> None:
     except OSError as error:
         parser.exit(2, f"{args.target} cannot be the new folder: {error}\n")
 
-    files = closure(script)
+    files = closure(script, own_model=args.own_model)
     copy_files(files, args.target)
     for name in ("requirements.txt", "LICENSE"):
         shutil.copy(ROOT / name, args.target)

@@ -31,11 +31,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from common import hardware, report, runtime
-from lm import checkpoint, data, flags, metrics, optim, shapes, weights
-from lm.activation_checkpointing import checkpoint_blocks
-from lm.sample import sample_text
-from planner.fit import fit_micro_batch
+from lm import checkpoint, flags, metrics, optim
 from training.batches import PADDING, Batches
+from training.digest import digest
 from training.training_objects import TrainingObjects
 
 
@@ -46,6 +44,12 @@ def load_training_objects(args, rank, world_size, device):
     training/training_objects.py says what the model and the batches must do. Examples:
     05_ddp/own_images.py and 05_ddp/own_gpt2.py.
     """
+    # YOURS: these modules are for the language model only.
+    from lm import data, shapes, weights
+    from lm.activation_checkpointing import checkpoint_blocks
+    from lm.sample import sample_text
+    from planner.fit import fit_micro_batch
+
     # Raise for a model that is unknown or too large, before the text is tokenized.
     weights.check_model(args.model, device, copies=1)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
@@ -57,6 +61,7 @@ def load_training_objects(args, rank, world_size, device):
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
+        name=args.model,
         batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
@@ -96,7 +101,7 @@ def main() -> int:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     runtime.print0(
-        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. Checkpoints: resume where the last run stopped.
@@ -181,11 +186,11 @@ def main() -> int:
 
     meter.finish(
         step,
-        model=args.model,
+        model=objects.name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         json_path=args.json,
         skipped_steps=step - scheduler.last_epoch,
-        weights_sha256=weights.digest(model),
+        weights_sha256=digest(model),
     )
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from common import runtime
-from lm import weights
+from training.digest import digest
 
 WARMUP_STEPS = 2  # not counted: DDP rebuilds its buckets after the first step
 # Of the distance that the weights have moved: what another order of the same sums may change.
@@ -137,7 +137,7 @@ def row_of(variant: Variant, control: Variant, one_process: nn.Module, start: nn
     for step, step_of_control in zip(steps, control.steps[WARMUP_STEPS:], strict=True):
         exposed.append(step["seconds"] - step_of_control["seconds"])
 
-    digests = runtime.all_gather(weights.digest(net))
+    digests = runtime.all_gather(digest(net))
     return {
         "name": variant.name,
         "losses": [step["loss"] for step in variant.steps],

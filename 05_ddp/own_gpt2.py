@@ -72,10 +72,10 @@ def load_training_objects(args, rank, world_size, device):
         if isinstance(module, nn.Embedding) and module.weight is not head.weight:
             multiplied -= module.weight.numel()
     attention_flops = 12 * config.n_layer * config.n_embd * args.seq_len
-    args.model = "own GPT-2"  # the name in the output
     return TrainingObjects(
         model=model,
         batches=batches,
+        name="own GPT-2",
         must_match={"data": corpus.sha256, "model": config.to_json_string()},
         flops_per_token=6 * multiplied + attention_flops,
     )

@@ -80,10 +80,10 @@ def load_training_objects(args, rank, world_size, device):
     with FlopCounterMode(display=False) as counter:
         model(image[None].to(device), label[None].to(device))
 
-    args.model = "own classifier"  # the name in the output
     return TrainingObjects(
         model=model,
         batches=batches,
+        name="own classifier",
         must_match={"data": "5,000 generated images", "model": str(model)},
         flops_per_token=3 * counter.get_total_flops(),  # backward takes twice as many as forward
     )

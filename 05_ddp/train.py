@@ -32,11 +32,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from common import hardware, report, runtime
 from common.torch_versions import KEEP_BUFFERS
-from lm import checkpoint, data, flags, metrics, optim, shapes, weights
-from lm.activation_checkpointing import checkpoint_blocks
-from lm.sample import sample_text
-from planner.fit import fit_micro_batch
+from lm import checkpoint, flags, metrics, optim
 from training.batches import PADDING, Batches
+from training.digest import digest
 from training.training_objects import TrainingObjects
 
 
@@ -47,6 +45,12 @@ def load_training_objects(args, rank, world_size, device):
     training/training_objects.py says what the model and the batches must do. Examples:
     05_ddp/own_images.py and 05_ddp/own_gpt2.py.
     """
+    # YOURS: these modules are for the language model only.
+    from lm import data, shapes, weights
+    from lm.activation_checkpointing import checkpoint_blocks
+    from lm.sample import sample_text
+    from planner.fit import fit_micro_batch
+
     # Raise for a model that is unknown or too large, before the text is tokenized.
     weights.check_model(args.model, device, copies=world_size)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
@@ -58,6 +62,7 @@ def load_training_objects(args, rank, world_size, device):
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
+        name=args.model,
         batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
@@ -117,7 +122,7 @@ def main() -> int:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     runtime.print0(
-        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
@@ -196,14 +201,14 @@ def main() -> int:
         meter.print_stop(stop, step, args.keep)
 
     # 5. Check what this chapter promises: all ranks hold identical weights.
-    digests = runtime.all_gather(weights.digest(model))
+    digests = runtime.all_gather(digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     if world_size > 1:
         runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(
         step,
-        model=args.model,
+        model=objects.name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         json_path=args.json,
         skipped_steps=step - scheduler.last_epoch,

@@ -40,9 +40,10 @@ from lm.hf_folder import (
     write_adapter,
     write_folder,
 )
-from lm.weights import build, local_part, random_weight
+from lm.weights import build, random_weight
 from planner import memory, plan, shape
 from training.batches import PADDING, Batches
+from training.digest import local_part
 
 MODEL = "model"  # what finetune.py writes into the folder of a run
 ADAPTER = "adapter"

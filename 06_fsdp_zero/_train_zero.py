@@ -24,7 +24,8 @@ from common import files, report, runtime
 from common.exits import UserError
 from lm import checkpoint
 from lm.runs import file_sha256
-from lm.weights import check_model, hash_rows, open_weights, random_weight
+from lm.weights import check_model, open_weights, random_weight
+from training.digest import hash_rows
 
 LOWEST_STAGE = {"none": 0, "optimizer": 1, "params": 3}  # by --offload: only shards are offloaded
 
@@ -123,7 +124,7 @@ def fill_weights(model: nn.Module, name: str, seed: int) -> None:
 
 @torch.no_grad()
 def digest(model: nn.Module) -> str:
-    """Return weights.digest of the full model; every rank must call this.
+    """Return the digest of the full model; every rank must call this.
 
     At stage 3 one parameter at a time is gathered. At other stages all of them are full.
     """

@@ -58,6 +58,7 @@ from common import cli, hardware, report, runtime
 from lm import checkpoint, flags, lora, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from training.batches import PADDING, Batches
+from training.digest import digest
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_MODEL = ROOT / "models/smollm2-135m"  # make model
@@ -338,7 +339,7 @@ def main() -> int:
     runtime.print0(
         f"checked: {len(trained)} trained weights and their optimizer state kept in {torch.float32}"
     )
-    digests = runtime.all_gather(weights.digest(trained))
+    digests = runtime.all_gather(digest(trained))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     if world_size > 1:
         runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")

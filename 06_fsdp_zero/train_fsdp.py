@@ -42,11 +42,9 @@ from torch.distributed.fsdp import (
 from torch.nn.utils import clip_grad_norm_
 
 from common import cli, hardware, report, runtime
-from lm import checkpoint, data, flags, metrics, optim, shapes, weights
-from lm.activation_checkpointing import checkpoint_blocks
-from lm.sample import sample_text
-from planner.fit import fit_micro_batch
+from lm import checkpoint, flags, metrics, optim
 from training.batches import PADDING, Batches
+from training.digest import digest
 from training.training_objects import TrainingObjects
 
 
@@ -57,6 +55,12 @@ def load_training_objects(args, rank, world_size, device):
     The model is on the meta device: it has shapes and no data. No rank ever holds the full model.
     training/training_objects.py says what the model and the batches must do.
     """
+    # YOURS: these modules are for the language model only.
+    from lm import data, shapes, weights
+    from lm.activation_checkpointing import checkpoint_blocks
+    from lm.sample import sample_text
+    from planner.fit import fit_micro_batch
+
     # Raise for a model that is unknown or too large, before the text is tokenized.
     held_on = "cpu" if args.cpu_offload else device
     weights.check_model(args.model, held_on, copies=args.replicate)
@@ -70,6 +74,7 @@ def load_training_objects(args, rank, world_size, device):
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
+        name=args.model,
         batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
@@ -114,6 +119,8 @@ def shard_model(model, args, device) -> None:
         fully_shard([model.model.norm, model.lm_head], **head_options)
     # The root module. In a tied model it is one more group: embedding, final norm and head.
     fully_shard(model, **options)
+
+    from lm import weights
 
     weights.materialize(
         model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
@@ -166,7 +173,7 @@ def main() -> int:
         steps=args.steps,
     )
     runtime.print0(
-        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
@@ -237,14 +244,14 @@ def main() -> int:
 
     # 5. Check what this chapter promises: each rank holds its shards in fp32 and nothing else.
     bytes_per_rank = check_shards(model, optimizer, runtime.DTYPES[args.dtype], args.replicate)
-    digests = runtime.all_gather(weights.digest(model))
+    digests = runtime.all_gather(digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     if world_size > 1:
         runtime.print0(f"checked: all {world_size} ranks have the same weights, bit for bit")
 
     meter.finish(
         step,
-        model=args.model,
+        model=objects.name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         json_path=args.json,
         weights_sha256=digests[0],

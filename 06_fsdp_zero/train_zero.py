@@ -68,6 +68,7 @@ def load_training_objects(args, rank, world_size, device):
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
         model=model,
+        name=args.model,
         batches=batches,
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
@@ -190,7 +191,7 @@ def main() -> int:
     batches = objects.batches
     held_out = batches.evaluation()
     runtime.print0(
-        f"{args.model}, ZeRO-{args.stage}, {args.dtype} matmuls, "
+        f"{objects.name}, ZeRO-{args.stage}, {args.dtype} matmuls, "
         f"{world_size} x {hardware.device_name(device)}"
     )
 
@@ -272,7 +273,7 @@ def main() -> int:
 
     meter.finish(
         step,
-        model=args.model,
+        model=objects.name,
         parameters=sum(math.prod(helper.full_shape(parameter)) for parameter in model.parameters()),
         json_path=args.json,
         weights_sha256=digests[0],

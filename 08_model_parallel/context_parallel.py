@@ -66,6 +66,7 @@ from common import lesson, measure, runtime
 from common.torch_versions import all_gather_with_backward, all_to_all_with_backward
 from lm import model, shapes, stdlib_text, weights
 from training.batches import PADDING
+from training.digest import digest
 
 # --- (1) ring attention
 #
@@ -490,7 +491,7 @@ def train(
     return {
         "name": name,
         "losses": losses,
-        "weights_sha256": runtime.all_gather(weights.digest(net)),
+        "weights_sha256": runtime.all_gather(digest(net)),
         "gradient_error": helper.largest(runtime.all_gather(errors)),
     }
 

@@ -71,6 +71,7 @@ from lm.activation_checkpointing import checkpoint_blocks
 from lm.stages import STAGES_PER_RANK, stages_of_rank
 from planner.fit import fit_micro_batch
 from training.batches import PADDING, Batches
+from training.digest import digest
 from training.training_objects import TrainingObjects
 
 
@@ -104,6 +105,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     return TrainingObjects(
         model=model,
+        name=args.model,
         batches=Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks),
         must_match={"data": corpus.sha256, "model": repr(config)},
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
@@ -586,7 +588,7 @@ def main() -> int:
         steps=args.steps,
     )
     runtime.print0(
-        f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any mesh.
@@ -674,13 +676,13 @@ def main() -> int:
     # shards in fp32 and nothing else. Copies of a shard, on other ranks, are equal bit for bit.
     bytes_per_rank = helper.check_bytes(model, optimizer, args, mesh)
     # A digest is the same on all ranks if all copies of each shard are equal.
-    digests = runtime.all_gather(weights.digest(model))
+    digests = runtime.all_gather(digest(model))
     assert len(set(digests)) == 1, f"ranks hold different weights: {digests}"
     runtime.print0("checked: ranks that hold the same weights have them bit for bit")
 
     meter.finish(
         step,
-        model=args.model,
+        model=objects.name,
         parameters=parameter_count,
         json_path=args.json,
         weights_sha256=digests[0],

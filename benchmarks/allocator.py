@@ -95,9 +95,10 @@ import math, runpy, sys, torch, types
 sys.path[:0] = [{repo!r}, sys.argv[1].rpartition("/")[0]]
 from common import report
 from lm import checkpoint, metrics, weights
+from training import digest
 metrics.math = types.SimpleNamespace(**vars(math) | {{"isfinite": lambda value: True}})
 weights.init_weights = lambda *_, **__: None
-weights.digest = lambda *_: ""
+digest.digest = lambda *_: ""
 checkpoint.Run.save = lambda *_: None
 write = report.write_json
 def write_with_reserved(summary, path):

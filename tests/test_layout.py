@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -201,6 +202,18 @@ def test_what_was_taken_runs(tmp_path, command):
     script, *flags = command.split()
     assert python(ROOT, "take.py", script, tmp_path / "mine").returncode == 0
     result = python(tmp_path / "mine", script, *flags)
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_is_taken_for_a_model_of_ones_own_trains_it(tmp_path):
+    """Without lm/model.py. own_images.py replaces the function that would import it."""
+    mine = tmp_path / "mine"
+    assert python(ROOT, "take.py", "05_ddp/train.py", mine, "--own-model").returncode == 0
+    assert not (mine / "lm/model.py").exists()
+    assert (mine / "LICENSE").exists()
+    assert (mine / "requirements.txt").exists()
+    shutil.copy(ROOT / "05_ddp/own_images.py", mine / "05_ddp")
+    result = python(mine, "05_ddp/own_images.py", "--steps", "2", "--device", "cpu")
     assert result.returncode == 0, result.stderr
 
 

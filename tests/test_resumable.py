@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def never_stopped(once):
     def whole(folder: Path, script: str, nproc: int | None) -> Result:
         return resumable(script, folder, nproc=nproc)
 
-    return lambda script, nproc: once("never stopped", whole, script, nproc)
+    return partial(once, "never stopped", whole)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from training.batches import Batches
 
 
 class TrainingObjects(NamedTuple):
-    """The model and the data of a training script. The first three are required.
+    """The model and the data of a training script. The first four are required.
 
     Arguments:
         model: The training loop calls `model(inputs, targets)`, which returns the mean loss over
@@ -19,6 +19,7 @@ class TrainingObjects(NamedTuple):
         batches: The batches of this rank. All training samples must have the same number of
             targets, or the mean over ranks would not be the mean over all targets.
             06_fsdp_zero/finetune.py shows what to do if the numbers differ.
+        name: The name of the model, in the output and in --json.
         must_match: What a resumed run must have, too, in addition to the flags: texts by name, such
             as {"data": "the SHA-256 of all samples", "model": repr(model)}.
         flops_per_token: Floating-point operations to train on one target. None: no MFU is printed.
@@ -29,6 +30,7 @@ class TrainingObjects(NamedTuple):
 
     model: nn.Module
     batches: Batches
+    name: str
     must_match: dict[str, str]
     flops_per_token: float | None = None
     config_json: dict | None = None
