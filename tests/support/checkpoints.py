@@ -84,8 +84,9 @@ def assert_same_gradients(ours: Path, theirs: Path, steps: int = 1) -> None:
 
 
 def assert_same_first_gradients(ours: Path, theirs: Path) -> None:
-    """Of step 1, each number within 1e-5 of the largest one of its tensor."""
-    found, expected = gradients(ours), gradients(theirs)
+    """Assert that those of step 1 are equal within 1e-5 of the largest number of a tensor."""
+    found = gradients(ours)
+    expected = gradients(theirs)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         error = (gradient - expected[name]).abs().max()
