@@ -211,7 +211,7 @@ UNTIED_CASES = {  # ranks, flags
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=needs_compiler if "compiled" in case else ())
+        pytest.param(case, marks=(full, needs_compiler) if "compiled" in case else ())
         for case in UNTIED_CASES
     ],
 )
