@@ -9,7 +9,8 @@ it. This file has three variants by hand, and torch's own:
     (2) all-gather: every rank gathers all keys and values (Llama 3)
     (3) Ulysses (Jacobs et al. 2023): an all-to-all trades all heads of some tokens for some heads
         of all tokens
-    (4) torch.distributed.tensor.experimental.context_parallel: fused kernels compute block by block
+    (4) torch.distributed.tensor.experimental.context_parallel, which torch's source calls the
+        legacy API: see README.md for its successors. Fused kernels compute block by block
         as in (1). By default it gathers all keys and values first, as in (2), and only their
         gradients travel from rank to rank.
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.checkpoints import saved
-from support.harness import needs_compiler, train
+from support.harness import train
 
 from lm import shapes, weights
 
@@ -31,11 +31,3 @@ def test_warmup_then_cosine(tmp_path):
     assert lr[4] == pytest.approx(0.01)
     assert all(a > b for a, b in itertools.pairwise(lr[4:]))
     assert 0.001 < lr[-1] < 0.0012
-
-
-@pytest.mark.full
-@needs_compiler
-def test_compiled_equals_eager(tmp_path):
-    eager = train(SCRIPT, tmp_path / "eager", "--steps", 5)
-    compiled = train(SCRIPT, tmp_path / "compiled", "--steps", 5, "--compile")
-    assert compiled.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)

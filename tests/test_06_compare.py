@@ -100,9 +100,9 @@ def test_what_others_have_published(tmp_path):
         held = sum(rows[method][f"{kind}_bytes_per_rank"] for kind in kinds)
         assert held == pytest.approx(16 * 8_030_261_248 / ranks, rel=1e-6)
     blocks = 32
-    assert rows["FSDP"]["all_gathers_per_step"] == 2 * blocks + 1
-    assert rows["FSDP"]["reduce_scatters_per_step"] == blocks + 1
-    assert rows["HSDP"]["all_reduces_per_step"] == blocks + 1
+    assert rows["FSDP"]["all_gathers_per_step"] == 2 * blocks + 2
+    assert rows["FSDP"]["reduce_scatters_per_step"] == blocks + 2
+    assert rows["HSDP"]["all_reduces_per_step"] == blocks + 2
 
 
 def test_what_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import (
     assert_near,
+    assert_same_first_gradients,
     assert_same_gradients,
     gradients,
     moments,
@@ -33,6 +34,7 @@ from support.harness import (
     each_of_several,
     each_script,
     in_full,
+    needs_compiler,
     run,
     train,
     two_if_it_can,
@@ -507,3 +509,16 @@ def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, corpus, script, 
     resumed = train(wrapper, folder, *flags, "--resume", nproc=n)
     assert resumed.column("loss") == whole.column("loss")
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.parametrize(("script", "nproc"), [(BASELINE, None), ("05_ddp/train.py", 2)])
+def test_compiled_gradients_are_those_of_eager_kernels(tmp_path, script, nproc):
+    """tests/test_06_fsdp.py has FSDP."""
+    flags = ("--steps", 3, "--save-every", 1, "--keep", 3, "--dtype", "fp32")
+    eager = train(script, tmp_path / "eager", *flags, nproc=nproc)
+    compiled = train(script, tmp_path / "compiled", *flags, "--compile", nproc=nproc)
+    assert_same_first_gradients(compiled.folder, eager.folder)
+    for column in ("loss", "grad_norm", "val_loss"):
+        assert compiled.column(column) == pytest.approx(eager.column(column), rel=1e-5), column
