@@ -280,7 +280,7 @@ TRAIN_3D = "08_model_parallel/train_3d.py"
 
 
 def train_3d_unchecked(folder: Path, flags: str) -> dict:
-    """The summary of two ranks, without the checks of numbers, which kernels that do nothing cannot pass."""
+    """Return the summary of two ranks, without the checks of numbers."""
     words = f"{ROOT / TRAIN_3D} {flags} --device cuda --json s.json"
     result = nogpu.run("noop", folder, "tests/support/without_checks.py", words, ranks=2)
     assert result.code == 0, result
