@@ -46,7 +46,7 @@ from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.sample import sample_text
 from lm.training_objects import TrainingObjects
-from planner.fit import fit_micro_batch
+from training import micro_batch
 
 
 # YOURS: replace this function to train your own model on your own data.
@@ -62,9 +62,6 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    args.micro_batch_size = fit_micro_batch(
-        args, config, device, gpus=world_size, zero=3, replicate=args.replicate
-    )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
@@ -155,7 +152,6 @@ def main() -> int:
     objects = load_training_objects(args, rank, world_size, device)
     model = objects.model
     batches = objects.batches
-    held_out = batches.evaluation()
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
         model,
@@ -164,13 +160,24 @@ def main() -> int:
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
+    # --micro-batch-size, or the largest that fits: this runs forward and backward, and leaves
+    # weights, optimizer and random numbers as they are.
+    batches.micro_batch_size = micro_batch.choose(
+        args,
+        model,
+        optimizer,
+        batches,
+        device,
+        estimate_flags="--zero 3",
+    )
+    held_out = batches.evaluation()
     runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
     settings = flags.settings(args, **objects.must_match)  # must not change on --resume
-    run = checkpoint.Run(args, settings=settings)
+    run = checkpoint.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler)

@@ -31,6 +31,7 @@ COPIED = (
     "common",
     "lm",
     "planner",
+    "training",
     "tests",
     "benchmarks",
     "launch",

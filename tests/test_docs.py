@@ -129,7 +129,7 @@ def test_a_chinese_page_has_the_commands_of_the_english_one(chinese):
 def texts_with_commands() -> list[tuple[str, str]]:
     """The pages, and the docstrings of all modules, with continued lines as one."""
     texts = [(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in READMES]
-    for folder in ("0*", "benchmarks", "common", "launch", "lm", "planner"):
+    for folder in ("0*", "benchmarks", "common", "launch", "lm", "planner", "training"):
         for file in ROOT.glob(f"{folder}/**/*.py"):
             docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             texts.append((str(file.relative_to(ROOT)), docstring))

@@ -235,7 +235,7 @@ def with_fault(script: str, folder: Path, line: str, wrong: str) -> Path:
     for neighbour in path.parent.glob("_*.py"):
         if neighbour != path:
             (file.parent / neighbour.name).symlink_to(neighbour)
-    for package in ("common", "lm", "planner"):
+    for package in ("common", "lm", "planner", "training"):
         (folder / package).symlink_to(ROOT / package)
     return file
 

@@ -45,7 +45,8 @@ COLUMNS = 100
 RUFF_TABLE = "[tool.ruff.lint.per-file-ignores]"
 LONG_LINES_ALLOWED = ' = ["E501"]'
 
-LIBRARIES = ("common", "planner", "lm")  # folders whose public functions need a docstring
+# Folders whose public functions need a docstring.
+LIBRARIES = ("common", "planner", "lm", "training")
 CONDITION = (ast.If, ast.While)
 LOOP = (ast.For, ast.AsyncFor, ast.comprehension)
 COMPREHENSION = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -101,7 +101,9 @@ def not_in_source(quoted: Quoted) -> list[str]:
     A text in the source is recognized where it has at least SHORTEST characters. What an f-string
     inserts may be anything.
     """
-    texts = _texts(quoted.page) + _texts("common") + _texts("lm") + _texts("planner")
+    texts = _texts(quoted.page)
+    for package in ("common", "lm", "planner", "training"):
+        texts += _texts(package)
     missing = []
     for line in checked_lines(quoted.lines):
         message = line.removeprefix("checked:").strip()

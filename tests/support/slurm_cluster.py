@@ -165,6 +165,7 @@ def start(folder: Path) -> Iterator[Cluster]:
         "common",
         "lm",
         "planner",
+        "training",
         "launch",
     ):
         (repository / name).symlink_to(ROOT / name)
