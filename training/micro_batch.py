@@ -133,7 +133,7 @@ def largest_that_fits(
     size = smallest_size(model, share)
     if share % (2 * size) != 0:
         return size  # there is no other
-    report.earlier_peaks.append(torch.cuda.max_memory_allocated(device))
+    remember_peak(device)
     with without_trace(model, optimizer, device):
         explain(size)
         run(size)  # allocates gradients, and libraries allocate their workspaces
@@ -237,6 +237,11 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
 
 # --- the memory of a GPU
+
+
+def remember_peak(device: torch.device) -> None:
+    """Keep the peak so far for the report at the end of the script."""
+    report.earlier_peaks.append(torch.cuda.max_memory_allocated(device))
 
 
 def peak_bytes(
