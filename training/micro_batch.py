@@ -289,14 +289,21 @@ def explain_out_of_memory(
     problem = f"micro-batches of {size} do not fit"
     if measuring:
         problem += " in eager mode, in which they are measured"
-    fixes = ["--checkpointing full", "more GPUs with 06_fsdp_zero/train_fsdp.py"]
+    fixes = []
     if size > 1:
-        fixes.insert(0, f"--micro-batch-size {size // 2 if size % 2 == 0 else 1}")
+        smaller = size // 2 if size % 2 == 0 else 1
+        fixes.append(f"--micro-batch-size {smaller}")
     elif measuring and args.compile:
-        fixes.insert(0, "--micro-batch-size 1, which is not measured")
+        fixes.append("--micro-batch-size 1, which is not measured")
+    if not args.compile:
+        fixes.append("--compile")
+    if args.checkpointing != "full":
+        fixes.append("--checkpointing full")
+    fixes.append("more GPUs with 06_fsdp_zero/train_fsdp.py")
     command = estimate_command(args, device, estimate_flags)
-    message = f"{problem}: use {' or '.join(fixes)}; `{command}` prints the largest size"
-    exits.out_of_memory_help.append(lambda: message)
+    exits.out_of_memory_help.append(
+        f"{problem}: use {' or '.join(fixes)}; `{command}` prints the largest size"
+    )
 
 
 def estimate_command(args, device: torch.device, flags: str) -> str:
