@@ -32,6 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from common import hardware, report, runtime
 from lm import checkpoint, flags, metrics, optim
+from training import micro_batch
 from training.batches import PADDING, Batches
 from training.digest import digest
 from training.training_objects import TrainingObjects
@@ -48,15 +49,12 @@ def load_training_objects(args, rank, world_size, device):
     from lm import data, shapes, weights
     from lm.activation_checkpointing import checkpoint_blocks
     from lm.sample import sample_text
-    from planner.fit import fit_micro_batch
 
     # Raise for a model that is unknown or too large, before the text is tokenized.
     weights.check_model(args.model, device, copies=1)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    # If --micro-batch-size is not given, take the largest that fits.
-    args.micro_batch_size = fit_micro_batch(args, config, device, gpus=1)
     model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
@@ -86,7 +84,6 @@ def main() -> int:
     objects = load_training_objects(args, rank, world_size, device)
     model = objects.model
     batches = objects.batches
-    held_out = batches.evaluation()
     autocast = partial(
         torch.autocast, device.type, runtime.DTYPES[args.dtype], enabled=args.dtype != "fp32"
     )
@@ -99,6 +96,17 @@ def main() -> int:
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
+    # --micro-batch-size, or the largest that fits: this runs forward and backward, and leaves
+    # weights, optimizer and random numbers as they are.
+    batches.micro_batch_size = micro_batch.choose(
+        args,
+        train_model,
+        optimizer,
+        batches,
+        device,
+        autocast=autocast,
+    )
+    held_out = batches.evaluation()
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     runtime.print0(
         f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
@@ -106,7 +114,7 @@ def main() -> int:
 
     # 3. Checkpoints: resume where the last run stopped.
     settings = flags.settings(args, **objects.must_match)  # must not change on --resume
-    run = checkpoint.Run(args, settings=settings)
+    run = checkpoint.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler, scaler)

@@ -43,6 +43,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from common import cli, hardware, report, runtime
 from lm import checkpoint, flags, metrics, optim
+from training import micro_batch
 from training.batches import PADDING, Batches
 from training.digest import digest
 from training.training_objects import TrainingObjects
@@ -59,7 +60,6 @@ def load_training_objects(args, rank, world_size, device):
     from lm import data, shapes, weights
     from lm.activation_checkpointing import checkpoint_blocks
     from lm.sample import sample_text
-    from planner.fit import fit_micro_batch
 
     # Raise for a model that is unknown or too large, before the text is tokenized.
     held_on = "cpu" if args.cpu_offload else device
@@ -67,9 +67,6 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    args.micro_batch_size = fit_micro_batch(
-        args, config, device, gpus=world_size, zero=3, replicate=args.replicate
-    )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     return TrainingObjects(
@@ -163,7 +160,6 @@ def main() -> int:
     objects = load_training_objects(args, rank, world_size, device)
     model = objects.model
     batches = objects.batches
-    held_out = batches.evaluation()
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
         model,
@@ -172,13 +168,24 @@ def main() -> int:
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
+    # --micro-batch-size, or the largest that fits: this runs forward and backward, and leaves
+    # weights, optimizer and random numbers as they are.
+    batches.micro_batch_size = micro_batch.choose(
+        args,
+        model,
+        optimizer,
+        batches,
+        device,
+        estimate_flags="--zero 3",
+    )
+    held_out = batches.evaluation()
     runtime.print0(
         f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
     settings = flags.settings(args, **objects.must_match)  # must not change on --resume
-    run = checkpoint.Run(args, settings=settings)
+    run = checkpoint.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler)

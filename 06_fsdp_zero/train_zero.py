@@ -40,7 +40,7 @@ from common import hardware, report, runtime
 from lm import data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.model import Transformer
-from planner.fit import fit_micro_batch
+from training import micro_batch
 from training.batches import PADDING, Batches
 from training.training_objects import TrainingObjects
 
@@ -57,10 +57,16 @@ def load_training_objects(args, rank, world_size, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    args.micro_batch_size = fit_micro_batch(
-        args, config, device, gpus=world_size, zero=args.stage, deepspeed=True
-    )
     batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
+    # DeepSpeed must know --micro-batch-size now, before there is a model to measure. Without the
+    # flag, a micro-batch has about as many tokens as keep a GPU busy.
+    batches.micro_batch_size = micro_batch.fixed(
+        args,
+        batches,
+        device,
+        most_on_gpu=8192 // args.seq_len,
+        estimate_flags=f"--framework deepspeed --zero {args.stage}",
+    )
     if args.stage == 3:
         model = build_sharded(args, config, batches, device)
     else:
@@ -198,7 +204,7 @@ def main() -> int:
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
     settings = flags.settings(args, **objects.must_match)  # must not change on --resume
     settings["--stage"] = args.stage
-    run = helper.Run(args, settings=settings)
+    run = helper.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     saved = run.find_intact() if args.resume else None
     # If another number of ranks has saved it, DeepSpeed loads it only in its universal form. The
     # engine has to know that when it is created.

@@ -105,7 +105,7 @@ def parse_flags(description: str) -> argparse.Namespace:
     add(
         "--micro-batch-size",
         type=cli.positive_int,
-        help="sequences per rank and forward (default: as the script chooses it)",
+        help="sequences per rank and forward (default: on a GPU what fits)",
     )
     add(
         "--global-batch-size",
@@ -343,8 +343,8 @@ def with_batch(plan: Plan, args: argparse.Namespace, shape: Shape) -> Plan:
     """Return the plan with the micro-batches of a step.
 
     Without --global-batch-size it has the script's, or one micro-batch per rank and stage where the
-    ranks cannot share that. Without --micro-batch-size it has the scripts' choice: on a GPU what
-    fits in an empty one, on a CPU a rank's share.
+    ranks cannot share that. Without --micro-batch-size it has the largest size that fits in an
+    empty GPU, on a CPU a rank's share.
     """
     at_once = plan.dp * plan.micro_batch_size
     sequences = args.global_batch_size

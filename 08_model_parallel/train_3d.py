@@ -69,7 +69,7 @@ from common.torch_versions import all_gather_with_backward
 from lm import checkpoint, data, flags, metrics, optim, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.stages import STAGES_PER_RANK, stages_of_rank
-from planner.fit import fit_micro_batch
+from training import micro_batch
 from training.batches import PADDING, Batches
 from training.digest import digest
 from training.training_objects import TrainingObjects
@@ -89,19 +89,6 @@ def load_training_objects(args, data_rank, data_ranks, device):
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
-    args.micro_batch_size = fit_micro_batch(
-        args,
-        config,
-        device,
-        gpus=data_ranks * args.tp * args.pp * args.cp,
-        zero=3,
-        tp=args.tp,
-        pp=args.pp,
-        cp=args.cp,
-        replicate=args.replicate,
-        schedule=args.schedule,
-        reshard_after_forward=args.reshard_after_forward == "on",
-    )
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     return TrainingObjects(
         model=model,
@@ -566,7 +553,11 @@ def main() -> int:
     objects = load_training_objects(args, place.data_rank, data_ranks, device)
     model = objects.model
     batches = objects.batches
-    held_out = batches.evaluation()
+    if args.pp > 1:
+        # The pipeline is made for one size. Small micro-batches keep its stages busy.
+        batches.micro_batch_size = micro_batch.fixed(
+            args, batches, device, most_on_gpu=1, estimate_flags="--zero 3"
+        )
     helper.check_layout(args, model.config, batches)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     stages = parallelize(model, args, mesh, place.pipeline_rank)
@@ -587,13 +578,26 @@ def main() -> int:
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
+    if args.pp == 1:
+        # --micro-batch-size, or the largest that fits: this runs forward and backward, and leaves
+        # weights, optimizer and random numbers as they are.
+        batches.micro_batch_size = micro_batch.choose(
+            args,
+            model,
+            optimizer,
+            batches,
+            device,
+            my_tokens=my_tokens,
+            estimate_flags="--zero 3",
+        )
+    held_out = batches.evaluation()
     runtime.print0(
         f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. Checkpoints: resume where the last run stopped, on any mesh.
     settings = flags.settings(args, **objects.must_match)  # must not change on --resume
-    run = checkpoint.Run(args, settings=settings)
+    run = checkpoint.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler)

@@ -53,8 +53,8 @@ OUT_OF_MEMORY = (
 before_exit: list[Callable[[], None]] = []
 # Called before the line of a user error, to finish such things as a save in the background.
 before_user_error_exit: list[Callable[[], None]] = []
-# What the message about too little memory says: the last of these functions returns it.
-out_of_memory_help: list[Callable[[], str]] = []
+# What the message about too little memory says: the last of these texts.
+out_of_memory_help: list[str] = []
 # The numbers of the signals that runtime.catch_stop_signals has noted.
 stop_signals: list[int] = []
 # What it has raised, for a signal before training had begun, and for a second Ctrl-C.
@@ -159,7 +159,7 @@ def user_message(error: BaseException) -> str | None:
         return _message_about_module(error.name or "")
     if _is_out_of_memory(error):
         if out_of_memory_help:
-            return f"out of memory: {out_of_memory_help[-1]()}"
+            return f"out of memory: {out_of_memory_help[-1]}"
         return (
             "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
         )

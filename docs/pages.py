@@ -37,8 +37,8 @@ MENU = {
 }
 OTHER_PAGES = ("0*/*.md", "benchmarks/results/*.md", "launch/**/*.md", "docs/*.md", "*.md")
 SOURCES = (
-    *("0*/*.py", "common/*.py", "lm/*.py", "planner/*.py", "benchmarks/*.py", "launch/**/*.*"),
-    *("take.py", "gym.py", "models/*.py"),
+    *("0*/*.py", "common/*.py", "lm/*.py", "planner/*.py", "training/*.py"),
+    *("benchmarks/*.py", "launch/**/*.*", "take.py", "gym.py", "models/*.py"),
 )
 FOLDERS = ("common", "training", "lm", "planner", "benchmarks/results")
 ORPHAN = "---\norphan: true\n---\n"  # not in the menu, only linked

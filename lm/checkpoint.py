@@ -108,15 +108,19 @@ class Run:
         keep        int: how many of the newest checkpoints to keep; 0 saves none
         async_save  bool: whether a thread writes checkpoints
 
+    A run that resumes without --micro-batch-size takes `micro_batch_size` from the folder.
+
     Raise UserError if the folder cannot be written to, is not visible to all ranks, is in use by
     another process, belongs to a run with other settings, or holds checkpoints without `resume`.
     """
 
-    def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
+    def __init__(
+        self, args: argparse.Namespace, *, settings: dict, micro_batch_size: int | None = None
+    ) -> None:
         _check_same_on_all_ranks(settings)
         self.keep = args.keep
         self.folder = args.run_dir or on_rank0(_new_folder)
-        on_rank0(lambda: self._open_folder(settings, args))
+        on_rank0(lambda: self._open_folder(settings, args, micro_batch_size))
         self._check_visible_to_all_ranks()
 
         # Saving needs its own process group. A save in the background sends messages while the
@@ -181,7 +185,9 @@ class Run:
             )
         return None
 
-    def _open_folder(self, settings: dict, args: argparse.Namespace) -> None:
+    def _open_folder(
+        self, settings: dict, args: argparse.Namespace, micro_batch_size: int | None
+    ) -> None:
         """Create the folder, lock it and check that this run may use it. Only rank 0 calls this."""
         flag = f"--run-dir {self.folder}"
         try:
@@ -195,7 +201,8 @@ class Run:
             before_exit.append(self.lock.release)
             self._check_settings(settings, args.resume)
             write_json(self.folder / "settings.json", settings)
-            write_json(self.folder / flags.FLAGS_FILE, flags.remembered_flags(args))
+            remembered = flags.remembered_flags(args, micro_batch_size)
+            write_json(self.folder / flags.FLAGS_FILE, remembered)
         except InUseError as error:
             raise UserError(
                 f"{flag} is in use by a live run ({error}): choose another --run-dir, "

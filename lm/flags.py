@@ -288,10 +288,10 @@ def read_flags(run_dir: Path) -> dict:
     return flags if isinstance(flags, dict) else {}
 
 
-def remembered_flags(args: argparse.Namespace) -> dict:
+def remembered_flags(args: argparse.Namespace, micro_batch_size: int | None) -> dict:
     """Return the flags for flags.json of a run, which a resumed run has if they are not given."""
-    flags = {}
-    for name in (*REMEMBERED_FLAGS, "micro_batch_size"):
+    flags = {"micro_batch_size": micro_batch_size}
+    for name in REMEMBERED_FLAGS:
         if hasattr(args, name):
             flags[name] = getattr(args, name)
     return flags

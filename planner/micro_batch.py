@@ -1,5 +1,6 @@
 """Choose --micro-batch-size: the largest one whose predicted peak fits on the GPU.
 
+07_memory_tricks/estimate.py prints it. The training scripts measure it: training/micro_batch.py.
 Larger micro-batches keep a GPU busier, and the loss does not depend on them beyond rounding. The
 peak of a step comes from planner/memory.py, before anything is allocated.
 """
@@ -35,9 +36,7 @@ def planned_bytes(shape: Shape, plan: Plan) -> float:
     return memory.total_bytes() - memory.context_bytes()
 
 
-def choose(
-    shape: Shape, plan: Plan, *, share: int, free_bytes: float, earlier: int | None = None
-) -> Choice:
+def choose(shape: Shape, plan: Plan, *, share: int, free_bytes: float) -> Choice:
     """Return the largest power of two that divides `share` and fits, or 1 if none fits.
 
     With pipeline stages, a rank's share is at least two micro-batches per stage, if it is large
@@ -46,7 +45,6 @@ def choose(
     Arguments:
         share: sequences of a step on this rank
         free_bytes: free memory of the GPU that has least
-        earlier: the size of the run that is resumed; it is taken if it divides `share` and fits
 
     Raise ValueError if there is no such plan: see planner.plan.check.
     """
@@ -56,8 +54,6 @@ def choose(
     sizes = [size for size in _powers_of_two(share) if size <= largest]
     if plan.stages_per_rank > 1:  # train_3d.py requires a multiple of pp micro-batches
         sizes = [size for size in sizes if share // size % plan.pp == 0]
-    if earlier is not None and share % earlier == 0:
-        sizes.insert(0, earlier)
     for size in sizes:
         needed = planned_bytes(shape, with_size(plan, size, share))
         if needed <= MEMORY_SHARE * free_bytes:

@@ -26,8 +26,6 @@ PLANNER_MAY_IMPORT = (
     Path("lm/defaults.py"),
     Path("lm/stages.py"),
     Path("common/hardware.py"),
-    Path("common/exits.py"),
-    Path("common/runtime.py"),
 )
 
 NEIGHBOURS = [  # (script, next script, how many lines of code diff may mark)

@@ -90,8 +90,8 @@ class Batches:
                 f"(micro-batch x ranks): use {nearest}"
             )
         self.samples_per_rank = self.global_batch_size // world_size
+        # A script may set another size before it calls stream() and evaluation().
         self.micro_batch_size = args.micro_batch_size or self.samples_per_rank
-        self.accumulation_steps = self.samples_per_rank // self.micro_batch_size
 
         self.train = train
         self.held_out = held_out
@@ -105,6 +105,11 @@ class Batches:
 
         # Keep the orders of two epochs: a step can read the end of one and the start of the next.
         self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Return how many micro-batches this rank reads per optimizer step."""
+        return self.samples_per_rank // self.micro_batch_size
 
     def _check_length(
         self, flag: str, part: str, samples: Dataset, needed: int, seq_len: int
