@@ -100,7 +100,7 @@ class Images(own_images.Images):
 def load_training_objects(args, rank, world_size, device):
     samples = Images(first=0, count=100), Images(first=100, count=100)
     batches = Batches(*samples, args, rank=rank, world_size=world_size)
-    return TrainingObjects(Classifier(), batches, must_match={})
+    return TrainingObjects(Classifier(), batches, name="own", must_match={})
 
 train.load_training_objects = load_training_objects
 exits.run(train.main)
