@@ -9,12 +9,15 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from _measure import REPO
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils import clip_grad_norm_
@@ -282,6 +285,39 @@ def context(setting: Setting) -> Variants:
         return with_gradients(compute)
 
     return {"two causal calls": causal, "a mask": masked}, TOLERANCES[setting.dtype]
+
+
+# --- prefetch
+
+
+def prefetch(setting: Setting) -> Variants:
+    """Return steps with FSDP's own prefetch, and with one that names the next block.
+
+    There is one rank: a gather is a copy on the GPU, on another stream than the matmuls.
+    """
+    if not dist.is_initialized():
+        backend = "nccl" if setting.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    without_autocast = setting._replace(dtype="fp32")  # the policy casts
+
+    def sharded(*, named: bool) -> Step:
+        net = setting.build()
+        blocks = list(net.model.layers.values())
+        for block in blocks:
+            if setting.compile:
+                block.compile(fullgraph=True)
+            fully_shard(block, mp_policy=policy)
+        fully_shard(net, mp_policy=policy)
+        if named:
+            for block, next_block in pairwise(blocks):
+                block.set_modules_to_forward_prefetch([next_block])
+                next_block.set_modules_to_backward_prefetch([block])
+        return training_step(without_autocast, net, net)
+
+    variants = {"by itself": partial(sharded, named=False), "named": partial(sharded, named=True)}
+    return variants, TOLERANCES[setting.dtype]
 
 
 # --- moments

@@ -9,6 +9,7 @@
     loss          the loss compiled with the model, the eager loss, the chunked loss of 07
     attention     torch's choice in training: flash attention, or cuDNN's
     context       a context rank's attention: two causal calls (flash), or a mask (cuDNN's)
+    prefetch      FSDP's own prefetch of the next block, or one that names the block
     moments       AdamW's moments in fp32 (torch's fused kernel), or in bf16 (a compiled update)
     micro_batch   the global batch at once, or in two or four micro-batches
     int4          torch's kernels for int4 and int8, or that of 09_inference/quantized.py
@@ -41,6 +42,7 @@ CASES = {
     "loss": _ab.loss,
     "attention": _ab.attention,
     "context": _ab.context,
+    "prefetch": _ab.prefetch,
     "moments": _ab.moments,
     "micro_batch": _ab.micro_batch,
 }
