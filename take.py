@@ -160,6 +160,9 @@ def main() -> None:
     for name in ("requirements.txt", "LICENSE"):
         shutil.copy(ROOT / name, args.target)
     print(f"{len(files)} files, {count_lines(files):,} lines, and requirements.txt and LICENSE")
+    if args.own_model:
+        names = " and ".join(OWN_MODEL)
+        print(f"Write {names} of {script.relative_to(ROOT)} anew, where it has them. Then:")
     print(f"cd {args.target} && python {script.relative_to(ROOT)}")
     alone = files_to_copy_alone(script)
     if len(files) > 1 and alone:

@@ -18,7 +18,7 @@ def parse_flags(
     The default value of a keyword says what the flag takes: a number takes a number above 0, a text
     takes a text, a tuple takes one of its items (by default the first), and False takes nothing.
 
-    `gpu` has the defaults that are others on a GPU; `relaunches` is that of runtime.device_type.
+    `gpu` has the defaults that are others on a GPU; runtime.device_type explains `relaunches`.
     """
     gpu = gpu or {}
     parser = cli.Parser(doc)
@@ -74,7 +74,7 @@ def end(
     """Print the table of a lesson and what it checked, and write --json.
 
     `columns` has the heading for each key of a row that the table shows. A list of such dicts makes
-    several tables. The JSON has the keys of SUMMARY, the flags, `own`, `rows` and `checked`. Every
+    several tables. The JSON has the keys of report.SUMMARY, the flags, `own`, `rows` and `checked`. Every
     rank must call this; rank 0 prints.
     """
     peaks = runtime.all_gather(report.peak_memory_bytes(device))

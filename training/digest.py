@@ -23,8 +23,9 @@ def digest(net: nn.Module) -> str:
             parameter = with_full_rows(parameter)
         if parameter.ndim == 0:
             parameter = parameter.reshape(1)
-        local, (rows, *_) = local_part(parameter)
-        hash_by_place[name, rows.start] = hash_rows(name, local, rows.start)
+        local, (row_slice, *_) = local_part(parameter)
+        first = row_slice.start
+        hash_by_place[name, first] = hash_rows(name, local, first)
     if sharded:
         for hashes_of_rank in all_gather(hash_by_place):
             for place, rows_hash in hashes_of_rank.items():

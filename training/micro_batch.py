@@ -120,7 +120,9 @@ def largest_that_fits(
     device: torch.device,
     explain: Callable[[int], None],
 ) -> int:
-    """Return the largest power of two that divides this rank's share and fits on every GPU, or 1.
+    """Return the largest power of two that divides this rank's share and fits on every GPU.
+
+    If not even the smallest size fits, return that.
 
     Weights, buffers, optimizer and random generators are afterwards as they were.
 
@@ -141,7 +143,7 @@ def largest_that_fits(
         run(size)  # DDP makes new buckets after the first backward
         optimizer.zero_grad()
         limit = min(runtime.all_gather(usable_bytes(device)))
-        smaller = 0
+        smaller = 0  # with 0 sequences, the peak is what is held in any case
         smaller_peak = held_bytes(device)
         peak = peak_bytes(run, optimizer, size, device)
         while share % (2 * size) == 0:
