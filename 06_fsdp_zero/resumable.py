@@ -7,14 +7,15 @@
 
 What is new compared with minimal.py: a run that was stopped continues. Start the same command
 again, on any number of ranks that divides --global-batch. The losses are those of a run that was
-never stopped: bit for bit on as many ranks, if the GPU's kernels are deterministic, and up to
-rounding on other numbers. 05_ddp/resumable.py can continue the run, too.
+never stopped: bit for bit on the same number of ranks, if the GPU's kernels are deterministic, and
+up to rounding on other numbers. 05_ddp/resumable.py can continue the run, too.
 
 The folder --run-dir must be on a disk that all nodes share. It gets:
 
     settings.json   what the losses depend on. A start with other settings is refused
-    metrics.jsonl   what is printed. A resume repeats some steps: the last line of a step counts
+    metrics.jsonl   what is printed. A resume repeats some steps: the last loss of a step counts
     step-00000100/  a checkpoint, complete when it has this name. The newest two are kept
+    lock            keeps a second run out of the folder
 
 SIGTERM or SIGUSR1 to any rank, or SIGTERM to torchrun: all ranks finish their step, save, and end
 with exit code 75, which means "start me again". torchrun itself then ends with 1. It kills ranks
@@ -31,6 +32,7 @@ Previous: 05_ddp/resumable.py. Next: train_fsdp.py, with more models, data forma
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -256,7 +258,10 @@ def save(run_dir, step, model, optimizer, rank):
     dcp.save(training_state(model, optimizer), checkpoint_id=temporary)
     if rank != 0:
         return
-    sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
+    index = dcp.FileSystemReader(temporary).read_metadata().storage_data.values()
+    names = {".metadata", *(part.relative_path for part in index)}
+    # stat raises if this node does not see a file of another: --run-dir must be on a shared disk.
+    sizes = {name: (temporary / name).stat().st_size for name in sorted(names)}
     write_json(temporary / "sizes.json", sizes)
     fsync_folder(temporary)
     temporary.rename(folder)  # a kill before this line leaves a .tmp folder, which no resume reads
@@ -288,6 +293,17 @@ def newest_checkpoint(run_dir):
     return None
 
 
+def lock_folder(run_dir):
+    """Keep a second run out of the folder until this process ends."""
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # it stays open
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RuntimeError(f"{run_dir} is in use: use another --run-dir") from None
+    except OSError:
+        pass  # this disk has no locks
+
+
 def note_signal(number, frame):
     """Note a signal, and do not end at once. The training loop looks after each step."""
     stop_signals.append(number)
@@ -310,6 +326,8 @@ def main():
     dtype = DTYPES[args.dtype]
     # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
     if "RANK" not in os.environ:
+        if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            parser.error("srun has started several tasks: start one torchrun per node")
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the system picks a port
     rank = int(os.environ["RANK"])
@@ -323,9 +341,12 @@ def main():
     if min(len(train), len(held_out)) < LENGTH + 2:
         parser.error(f"--data: {len(held_out)} held-out tokens are too few, need {LENGTH + 2}")
     first_tokens = train[:1_000_000].long()
-    if first_tokens.max() >= args.vocabulary:
-        parser.error(f"--data has token id {first_tokens.max()}: give --vocabulary a larger number")
-    # What the losses depend on. YOURS: whatever else they depend on.
+    largest = max(first_tokens.max(), held_out[:1_000_000].long().max())
+    if largest >= args.vocabulary:
+        parser.error(f"--data has token id {largest}: give --vocabulary a larger number")
+    with torch.device("meta"):  # shapes only, no memory
+        model = Model(args.vocabulary)  # YOURS
+    # What the losses depend on. YOURS: what else they depend on, such as the number of heads.
     settings = {
         "tokens": len(train),
         "sum_of_first_tokens": first_tokens.sum().item(),
@@ -338,12 +359,14 @@ def main():
         "weight_decay": WEIGHT_DECAY,
         "dtype": args.dtype,
         "seed": SEED,
+        "model": zlib.crc32(str(model).encode()),
     }
     settings_file = args.run_dir / "settings.json"
     if settings_file.exists():
-        for name, value in json.loads(settings_file.read_text(encoding="utf-8")).items():
-            if settings.get(name) != value:
-                parser.error(f"{settings_file} has {name} {value}, not {settings.get(name)}")
+        saved = json.loads(settings_file.read_text(encoding="utf-8"))
+        for name, value in settings.items():
+            if saved.get(name) != value:
+                parser.error(f"{settings_file} has {name} {saved.get(name)}, not {value}")
     elif list_checkpoints(args.run_dir, "*"):
         parser.error(f"{args.run_dir} has checkpoints, and no settings.json of this script")
     signal.signal(signal.SIGTERM, note_signal)
@@ -354,13 +377,11 @@ def main():
         # Each rank has its own GPU: start at most as many ranks per node as there are GPUs.
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # gloo is for tensors on the CPU: the flag of a signal, and the index of a checkpoint.
+        # gloo is for tensors on the CPU: the flag of a signal, and the name of a checkpoint.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
 
-    with torch.device("meta"):  # shapes only, no memory
-        model = Model(args.vocabulary)  # YOURS
     if device.type == "cuda":
         for block in model.blocks:
             block.compile()  # the environment variable TORCH_COMPILE_DISABLE=1 turns this off
@@ -372,7 +393,7 @@ def main():
     for name, buffer in model.named_buffers():
         # YOURS: fill it here, if your model has buffers, such as rotary tables
         parser.error(f"buffer {name} {list(buffer.shape)} is undefined after to_empty: fill it")
-    # YOURS: the initial weights
+    # YOURS: the initial weights. Without these lines they are undefined.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = initial_weight(name, parameter.shape).to(device)  # the same on every rank
@@ -380,6 +401,7 @@ def main():
             parameter.copy_(distribute_tensor(weight, *place, src_data_rank=None))  # its shard
     optimizer = make_optimizer(model, device)
 
+    # YOURS: if a batch is several tensors, split and move each. len(rows) counts its sequences.
     def load_batch(tokens, number):
         """Return this rank's rows of a global batch, as micro-batches on the device."""
         starts = choose_rows(tokens, number, args.global_batch)[rank::world_size]
@@ -407,6 +429,7 @@ def main():
     found = [None]
     if rank == 0:
         args.run_dir.mkdir(parents=True, exist_ok=True)
+        lock_folder(args.run_dir)
         write_json(settings_file, settings)
         found = [newest_checkpoint(args.run_dir)]
     dist.broadcast_object_list(found)  # on a network disk, ranks may see different folders
@@ -423,6 +446,7 @@ def main():
         )
         first_step = int(checkpoint.name.removeprefix("step-")) + 1
 
+    model.train()  # a pretrained model may be in evaluation mode
     operations = flops_per_token(model)
     peak = peak_flops(device)
     record = {"ranks": world_size, "first_step": first_step}
@@ -439,11 +463,16 @@ def main():
         micro_batches = load_batch(train, step)
         step_loss = torch.zeros((), device=device)
         for rows in micro_batches:
-            share = len(rows) * world_size / args.global_batch  # of this rank's rows
+            # The mean over ranks of these weighted sums is the mean over the global batch.
+            share = len(rows) * world_size / args.global_batch
             loss = compute_loss(model, rows) * share
             loss.backward()  # adds to the shards of the gradients
             step_loss += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        if step == first_step:
+            for name, parameter in model.named_parameters():
+                is_unused = parameter.requires_grad and parameter.grad is None
+                assert not is_unused, f"{name} has no gradient: freeze it, or no run can resume"
         optimizer.step()
         optimizer.zero_grad()
 
@@ -467,6 +496,11 @@ def main():
                 record["mfu"] = operations * tokens / seconds / (peak * world_size)
                 line += f" | MFU {record['mfu']:.1%}"
             log(line, record)
+        if must_save or must_evaluate:
+            if not math.isfinite(norm.item()):
+                raise RuntimeError(f"the gradient norm of step {step} is {norm.item()}")
+            for buffer in model.buffers():  # such as BatchNorm's, which differ between ranks
+                dist.broadcast(buffer, src=0)
         if must_save:
             save(args.run_dir, step, model, optimizer, rank)
         if must_evaluate:

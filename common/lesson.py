@@ -74,8 +74,8 @@ def end(
     """Print the table of a lesson and what it checked, and write --json.
 
     `columns` has the heading for each key of a row that the table shows. A list of such dicts makes
-    several tables. The JSON has the keys of report.SUMMARY, the flags, `own`, `rows` and `checked`. Every
-    rank must call this; rank 0 prints.
+    several tables. The JSON has the keys of report.SUMMARY, the flags, `own`, `rows` and `checked`.
+    Every rank must call this; rank 0 prints.
     """
     peaks = runtime.all_gather(report.peak_memory_bytes(device))
     if not runtime.is_rank0():

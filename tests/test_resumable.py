@@ -3,6 +3,7 @@
 Each run has 12 short steps. A copy of the script with one edited line stops the run at a step.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -56,7 +57,7 @@ def assert_equal_up_to_rounding(folder: Path, expected_folder: Path) -> None:
         assert found[key] == pytest.approx(expected[key], rel=tolerance), key
 
 
-def with_line(script: str, folder: Path, line: str) -> Path:
+def with_line(script: str | Path, folder: Path, line: str) -> Path:
     """Return a copy of the script that runs a line of code in each step, before the batch."""
     before = "        micro_batches = load_batch(train, step)\n"
     source = (ROOT / script).read_text(encoding="utf-8")
@@ -112,6 +113,7 @@ def test_a_killed_run_resumes_bit_for_bit(script, nproc, never_stopped, tmp_path
     assert "4 of 12 steps are done" in result.out
     assert values(tmp_path) == values(never_stopped(script, nproc).folder)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "lock",
         "metrics.jsonl",
         "settings.json",
         "step-00000008",
@@ -223,6 +225,55 @@ def test_a_mistake_is_refused_in_one_line(mistake, tmp_path):
     flags, words = REFUSED[mistake]
     result = resumable(DDP, tmp_path, *flags, code=2)
     assert words in result.err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_folder_in_use_is_refused(tmp_path):
+    with open(tmp_path / "run/lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = resumable(DDP, tmp_path, code=1)
+    assert "is in use" in result.err
+    assert (tmp_path / "run/step-00000012").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    copy = with_line(DDP, tmp_path, "step == 7 and model.head.weight.data.fill_(math.nan)")
+    result = resumable(copy, tmp_path, code=1)
+    assert "the gradient norm of step 8 is nan" in result.err
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("script", [DDP, FSDP])
+def test_a_weight_without_a_gradient_is_named(script, tmp_path):
+    """A resume of FSDP would miss its optimizer state."""
+    head = "        self.head = nn.Linear(width, vocabulary)\n"
+    source = (ROOT / script).read_text(encoding="utf-8")
+    assert source.count(head) == 1
+    pooler = "        self.pooler = nn.Linear(width, width)\n"
+    copy = tmp_path / "pooler.py"
+    copy.write_text(source.replace(head, head + pooler), encoding="utf-8")
+    result = resumable(copy, tmp_path, code=1)
+    assert "pooler.weight has no gradient" in result.err
+
+
+def test_buffers_are_those_of_rank_0(tmp_path):
+    """As BatchNorm's are, which each rank computes from its own rows."""
+    head = "        self.head = nn.Linear(width, vocabulary)\n"
+    source = (ROOT / DDP).read_text(encoding="utf-8")
+    forward = "        x = self.embedding(tokens)"
+    for text in (head, forward):
+        assert source.count(text) == 1
+    buffer = '        self.register_buffer("seen", torch.zeros(1))\n'
+    noted = "        self.seen += tokens.sum() * self.training\n"
+    copy = tmp_path / "buffer.py"
+    source = source.replace(head, head + buffer).replace(forward, noted + forward)
+    copy.write_text(source, encoding="utf-8")
+    resumable(copy, tmp_path / "three", nproc=3)
+    killed_copy = with_line(copy, tmp_path / "killed", "step == 7 and os.kill(os.getpid(), 9)")
+    run_dir = tmp_path / "killed/run"
+    run(str(killed_copy), tmp_path / "killed", "--run-dir", run_dir, *FLAGS, nproc=3)
+    resumable(copy, tmp_path / "killed", nproc=3)
+    assert values(tmp_path / "killed") == values(tmp_path / "three")
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
