@@ -117,6 +117,14 @@ def main() -> int:
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    runtime.print0(
+        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
+
+    # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    run = checkpoint.Run(args, settings=settings)
     # --micro-batch-size, or the largest that fits: this runs forward and backward, and leaves
     # weights, optimizer and random numbers as they are.
     batches.micro_batch_size = micro_batch.choose(
@@ -128,15 +136,8 @@ def main() -> int:
         autocast=autocast,
         estimate_flags="--zero 0",
     )
+    run.remember_micro_batch_size(args, batches.micro_batch_size)
     held_out = batches.evaluation()
-    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    runtime.print0(
-        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
-    )
-
-    # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
-    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
-    run = checkpoint.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     if args.deterministic:
         rebuild_buckets(ddp_model, held_out[0], autocast, device)
     start_step = 0

@@ -34,7 +34,7 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
 
 
 def compile_loss(model: Transformer) -> None:
-    """Compile the head and the loss as one function: it reads the logits less often.
+    """Compile the head and the loss as one function, which reads the logits less often.
 
     The logits are the largest tensor. Hooks of fully_shard on lm_head gather its weight, and
     torch.compile cannot trace them. So the forward of lm_head returns the loss if it gets targets,

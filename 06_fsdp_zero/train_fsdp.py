@@ -117,6 +117,7 @@ def shard_model(model, args, device) -> None:
     # The root module. In a tied model it is one more group: embedding, final norm and head.
     fully_shard(model, **options)
 
+    # YOURS: this module is for the language model only.
     from lm import weights
 
     weights.materialize(
@@ -168,6 +169,13 @@ def main() -> int:
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
+    runtime.print0(
+        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
+
+    # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    run = checkpoint.Run(args, settings=settings)
     # --micro-batch-size, or the largest that fits: this runs forward and backward, and leaves
     # weights, optimizer and random numbers as they are.
     batches.micro_batch_size = micro_batch.choose(
@@ -178,14 +186,8 @@ def main() -> int:
         device,
         estimate_flags="--zero 3",
     )
+    run.remember_micro_batch_size(args, batches.micro_batch_size)
     held_out = batches.evaluation()
-    runtime.print0(
-        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
-    )
-
-    # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
-    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
-    run = checkpoint.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler)

@@ -60,11 +60,12 @@ def load_training_objects(args, rank, world_size, device):
     batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
     # DeepSpeed must know --micro-batch-size now, before there is a model to measure. Without the
     # flag, a micro-batch has about as many tokens as keep a GPU busy.
+    on_gpu = micro_batch.measures_on(device)
     batches.micro_batch_size = micro_batch.fixed(
         args,
         batches,
         device,
-        most_on_gpu=8192 // args.seq_len,
+        most=8192 // args.seq_len if on_gpu else None,
         estimate_flags=f"--framework deepspeed --zero {args.stage}",
     )
     if args.stage == 3:
@@ -204,7 +205,8 @@ def main() -> int:
     # 3. Checkpoints: resume where the last run stopped, on any number of ranks.
     settings = flags.settings(args, **objects.must_match)  # must not change on --resume
     settings["--stage"] = args.stage
-    run = helper.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
+    run = helper.Run(args, settings=settings)
+    run.remember_micro_batch_size(args, batches.micro_batch_size)
     saved = run.find_intact() if args.resume else None
     # If another number of ranks has saved it, DeepSpeed loads it only in its universal form. The
     # engine has to know that when it is created.

@@ -19,8 +19,9 @@ def keep_stage(net: nn.Module, stage: int, stages: int) -> nn.Module:
 def keep_stages(net: nn.Module, kept: list[int], stages: int) -> dict[int, nn.Module]:
     """Delete from a model what the stages in `kept` do not compute; return each stage by number.
 
-    A single stage is the model itself. Of several, each is a second Transformer around modules of
-    the model. So the model still has all weights of the rank, by the names of the full model.
+    With one stage, it is the model itself. With several, each is another Transformer that holds
+    modules of the model. So the model still has all weights of the rank, by the names of the full
+    model.
     """
     layers = net.model.layers
     layer_parameters = sum(parameter.numel() for parameter in layers["0"].parameters())
@@ -55,7 +56,7 @@ def keep_stages(net: nn.Module, kept: list[int], stages: int) -> dict[int, nn.Mo
 
 
 def share_rope_tables(net: nn.Module, modules: dict[int, nn.Module]) -> None:
-    """Give the stages the RoPE tables of the model, which has got memory after `keep_stages`."""
+    """Give the stages the RoPE tables of the model, which `materialize` has filled."""
     for module in modules.values():
         module.model.rope_cos = net.model.rope_cos
         module.model.rope_sin = net.model.rope_sin

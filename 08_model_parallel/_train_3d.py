@@ -207,6 +207,8 @@ def dry_run(
     data_ranks = count_data_ranks(args, args.world_size)
     objects = load_training_objects(args, 0, data_ranks, torch.device("cpu"))
     config = objects.model.config
+    if args.pp > 1 and args.micro_batch_size is None:
+        objects.batches.micro_batch_size = 1  # the default of a pipeline
     check_layout(args, config, objects.batches)
 
     count = partial(count_stage_bytes, args, config, data_ranks, make_mesh, parallelize)

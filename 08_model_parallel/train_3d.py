@@ -245,9 +245,9 @@ def shard_sequences(
     if args.cp == 1:
         return my_positions
 
-    # The last query of a chunk sees all keys up to the end of the chunk. These masks store nothing:
-    # they tell the kernel in which corner of the scores the diagonal ends. torch.compile cannot
-    # trace their creation, so make them once, outside of the blocks.
+    # The last query of a chunk sees all keys up to the end of the chunk. With a fused kernel these
+    # masks store nothing: they tell the kernel in which corner of the scores the diagonal ends.
+    # torch.compile cannot trace their creation, so make them once, outside of the blocks.
     tokens = args.seq_len // (2 * args.cp)
     masks = [causal_lower_right(tokens, (chunk + 1) * tokens) for chunk in chunks]
     group = context_group(args, mesh)
@@ -368,7 +368,7 @@ def parallelize(model, args, mesh: DeviceMesh, pipeline_rank: int) -> dict[int, 
             # Backward starts with the head, so it stays gathered after forward.
             head_options = options | {"reshard_after_forward": False}
             fully_shard([model.model.norm, model.lm_head], **head_options)
-    # The root modules. In a tied model one is one more group: embedding, final norm and head.
+    # The root modules. The root of a tied model is a group, too: embedding, final norm and head.
     for module in stages.values():
         fully_shard(module, **options)
     return stages
@@ -499,12 +499,14 @@ def main() -> int:
     parser.add_argument(
         "--tp", type=cli.positive_int, default=1, help="ranks that share each matmul"
     )
-    parser.add_argument("--pp", type=cli.positive_int, default=1, help="stages of layers")
+    parser.add_argument(
+        "--pp", type=cli.positive_int, default=1, help="ranks that share the layers"
+    )
     parser.add_argument(
         "--schedule",
         choices=tuple(STAGES_PER_RANK),
         default="1f1b",
-        help="of --pp; interleaved: two smaller stages per rank",
+        help="order of work with --pp; interleaved: two smaller stages per rank",
     )
     parser.add_argument(
         "--cp", type=cli.positive_int, default=1, help="ranks that share each sequence"
@@ -554,9 +556,15 @@ def main() -> int:
     model = objects.model
     batches = objects.batches
     if args.pp > 1:
-        # The pipeline is made for one size. Small micro-batches keep its stages busy.
+        # The pipeline is built for one size, so it is not measured. Many small micro-batches keep
+        # its stages busy.
         batches.micro_batch_size = micro_batch.fixed(
-            args, batches, device, most_on_gpu=1, estimate_flags="--zero 3"
+            args,
+            batches,
+            device,
+            most=1,
+            fewest_micro_batches=args.pp,
+            estimate_flags="--zero 3",
         )
     helper.check_layout(args, model.config, batches)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
@@ -578,6 +586,13 @@ def main() -> int:
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
+    runtime.print0(
+        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
+    )
+
+    # 3. Checkpoints: resume where the last run stopped, on any mesh.
+    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
+    run = checkpoint.Run(args, settings=settings)
     if args.pp == 1:
         # --micro-batch-size, or the largest that fits: this runs forward and backward, and leaves
         # weights, optimizer and random numbers as they are.
@@ -590,14 +605,8 @@ def main() -> int:
             my_tokens=my_tokens,
             estimate_flags="--zero 3",
         )
+    run.remember_micro_batch_size(args, batches.micro_batch_size)
     held_out = batches.evaluation()
-    runtime.print0(
-        f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
-    )
-
-    # 3. Checkpoints: resume where the last run stopped, on any mesh.
-    settings = flags.settings(args, **objects.must_match)  # must not change on --resume
-    run = checkpoint.Run(args, settings=settings, micro_batch_size=batches.micro_batch_size)
     start_step = 0
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler)

@@ -43,7 +43,7 @@ def checkpointed(forward: Callable) -> Callable:
 
 
 def selectively_checkpointed(forward: Callable, last_matmul: tuple[int, ...]) -> Callable:
-    """Return the same, but keep the results of attention and of matmuls: see selective_contexts.
+    """Like `checkpointed`, but keep the results of attention and matmuls: see selective_contexts.
 
     If attention runs by an operator that is not in ATTENTION, its result would be computed again
     without a word. So assert that the policy has found attention, except in a compiled block, which
@@ -72,7 +72,7 @@ def down_proj_shape(mlp: nn.Module) -> tuple[int, ...]:
     return tuple(reversed(weight.shape))
 
 
-ATTENTION = (  # names of operators begin with
+ATTENTION = (  # how the operators' names begin
     "aten::_scaled_dot_product_",  # scaled_dot_product_attention, with any fused kernel
     "aten::_efficient_attention_forward",  # the same with a mask of torch.nn.attention.bias
     "aten::_flash_attention_forward",

@@ -108,19 +108,15 @@ class Run:
         keep        int: how many of the newest checkpoints to keep; 0 saves none
         async_save  bool: whether a thread writes checkpoints
 
-    A run that resumes without --micro-batch-size takes `micro_batch_size` from the folder.
-
     Raise UserError if the folder cannot be written to, is not visible to all ranks, is in use by
     another process, belongs to a run with other settings, or holds checkpoints without `resume`.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, *, settings: dict, micro_batch_size: int | None = None
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
         _check_same_on_all_ranks(settings)
         self.keep = args.keep
         self.folder = args.run_dir or on_rank0(_new_folder)
-        on_rank0(lambda: self._open_folder(settings, args, micro_batch_size))
+        on_rank0(lambda: self._open_folder(settings, args))
         self._check_visible_to_all_ranks()
 
         # Saving needs its own process group. A save in the background sends messages while the
@@ -134,6 +130,17 @@ class Run:
         self.pending_save: Future | None = None
         # A script that ends with a UserError completes its save in the background first.
         before_user_error_exit.append(self.wait)
+
+    def remember_micro_batch_size(self, args: argparse.Namespace, size: int) -> None:
+        """Write the size that a run without --micro-batch-size takes when it resumes.
+
+        Raise UserError if the file cannot be written.
+        """
+        remembered = flags.remembered_flags(args, size)
+        try:
+            on_rank0(lambda: write_json(self.folder / flags.FLAGS_FILE, remembered))
+        except OSError as error:
+            raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
 
     def save(self, step: int, state: dict, config: dict | None) -> None:
         """Save `state`, made by training_state, as checkpoint step-N. With --keep 0, do nothing.
@@ -185,9 +192,7 @@ class Run:
             )
         return None
 
-    def _open_folder(
-        self, settings: dict, args: argparse.Namespace, micro_batch_size: int | None
-    ) -> None:
+    def _open_folder(self, settings: dict, args: argparse.Namespace) -> None:
         """Create the folder, lock it and check that this run may use it. Only rank 0 calls this."""
         flag = f"--run-dir {self.folder}"
         try:
@@ -201,7 +206,7 @@ class Run:
             before_exit.append(self.lock.release)
             self._check_settings(settings, args.resume)
             write_json(self.folder / "settings.json", settings)
-            remembered = flags.remembered_flags(args, micro_batch_size)
+            remembered = flags.remembered_flags(args, args.micro_batch_size)
             write_json(self.folder / flags.FLAGS_FILE, remembered)
         except InUseError as error:
             raise UserError(

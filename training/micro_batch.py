@@ -75,33 +75,44 @@ def choose(
 
 
 def fixed(
-    args, batches, device: torch.device, *, most_on_gpu: int, estimate_flags: str = ""
+    args,
+    batches,
+    device: torch.device,
+    *,
+    most: int | None,
+    fewest_micro_batches: int = 1,
+    estimate_flags: str = "",
 ) -> int:
     """Return --micro-batch-size or, if it was not given, a size that is not measured.
 
-    On a GPU it is the largest power of two up to `most_on_gpu` that divides this rank's share of
-    the batch. Otherwise it is as in `choose`.
+    It is the largest power of two up to `most` that divides this rank's share of the batch, or the
+    share if `most` is None. A resumed run keeps its size if there are enough micro-batches.
     """
-    size = given_size(args, batches)
-    if size is None and not measures_on(device):
+    size = given_size(args, batches, fewest_micro_batches)
+    if size is None and most is None:
         size = batches.samples_per_rank
     if size is None:
         size = 1
-        while 2 * size <= most_on_gpu and batches.samples_per_rank % (2 * size) == 0:
+        while 2 * size <= most and batches.samples_per_rank % (2 * size) == 0:
             size *= 2
         runtime.print0(f"micro-batch {size}: not measured; set it with --micro-batch-size")
     explain_out_of_memory(args, device, estimate_flags, size)
     return size
 
 
-def given_size(args, batches) -> int | None:
-    """Return --micro-batch-size, else the size of the run that is resumed, else None."""
+def given_size(args, batches, fewest_micro_batches: int = 1) -> int | None:
+    """Return --micro-batch-size, else the size of the run that is resumed, else None.
+
+    A resumed run keeps its size if it divides this rank's share into enough micro-batches. Rank 0
+    has read the size: the folder of the run may be missing on another node.
+    """
     if args.micro_batch_size is not None:
         return args.micro_batch_size
-    earlier = args.earlier_micro_batch_size
-    if earlier is not None and batches.samples_per_rank % earlier == 0:
-        return earlier
-    return None
+    earlier = runtime.on_rank0(lambda: args.earlier_micro_batch_size)
+    if earlier is None or batches.samples_per_rank % earlier != 0:
+        return None
+    is_enough = batches.samples_per_rank // earlier >= fewest_micro_batches
+    return earlier if is_enough else None
 
 
 def measures_on(device: torch.device) -> bool:
@@ -141,10 +152,10 @@ def largest_that_fits(
         run(size)  # allocates gradients, and libraries allocate their workspaces
         step_without_effect(optimizer)  # allocates the optimizer's state
         run(size)  # DDP makes new buckets after the first backward
+        smaller = 0  # with 0 sequences, the peak is what is held in any case, with gradients
+        smaller_peak = held_bytes(device)
         optimizer.zero_grad()
         limit = min(runtime.all_gather(usable_bytes(device)))
-        smaller = 0  # with 0 sequences, the peak is what is held in any case
-        smaller_peak = held_bytes(device)
         peak = peak_bytes(run, optimizer, size, device)
         while share % (2 * size) == 0:
             # The peak grows nearly on a straight line. Do not run a size that would not fit.
@@ -301,7 +312,8 @@ def explain_out_of_memory(
         fixes.append("--compile")
     if args.checkpointing != "full":
         fixes.append("--checkpointing full")
-    fixes.append("more GPUs with 06_fsdp_zero/train_fsdp.py")
+    is_sharded = "--zero 3" in estimate_flags
+    fixes.append("more GPUs" if is_sharded else "more GPUs with 06_fsdp_zero/train_fsdp.py")
     command = estimate_command(args, device, estimate_flags)
     exits.out_of_memory_help.append(
         f"{problem}: use {' or '.join(fixes)}; `{command}` prints the largest size"
