@@ -79,8 +79,8 @@ class Rank:
         started = later + 1 if per_rank == 1 else 2 * later + (per_rank - 1) * plan.pp + 1
         self.in_flight = min(started, per_rank * plan.micro_batches) / per_rank
 
-        # FSDP gathers a tied embedding and head as one group, and others as two. With a pipeline this
-        # is False: a stage has at most one of them.
+        # FSDP gathers a tied embedding and head as one group, and others as two. With a pipeline
+        # this is False: a stage has at most one of them.
         self.has_two_groups = plan.is_fsdp and plan.pp == 1 and not self.is_tied
 
         # In a pipeline FSDP reduces gradients once, after the last backward of the step. Without
