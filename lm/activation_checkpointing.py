@@ -43,7 +43,7 @@ def checkpointed(forward: Callable) -> Callable:
 
 
 def selectively_checkpointed(forward: Callable, last_matmul: tuple[int, ...]) -> Callable:
-    """Like `checkpointed`, but keep the results of attention and matmuls: see selective_contexts.
+    """Return a checkpointed forward that keeps the results of attention and of matmuls.
 
     If attention runs by an operator that is not in ATTENTION, its result would be computed again
     without a word. So assert that the policy has found attention, except in a compiled block, which

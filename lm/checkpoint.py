@@ -137,8 +137,9 @@ class Run:
         Raise UserError if the file cannot be written.
         """
         remembered = flags.remembered_flags(args, size)
+        write = partial(write_json, self.folder / flags.FLAGS_FILE, remembered)
         try:
-            on_rank0(lambda: write_json(self.folder / flags.FLAGS_FILE, remembered))
+            on_rank0(write)
         except OSError as error:
             raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
 

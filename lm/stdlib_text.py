@@ -68,4 +68,5 @@ def one_batch(batch_size: int, seq_len: int, device) -> tuple:
     tokens = torch.from_numpy(text[: count + 1].astype(np.int64))
     inputs = tokens[:-1].view(batch_size, seq_len)
     targets = tokens[1:].view(batch_size, seq_len)
-    return inputs.to(device), targets.to(device)
+    # Copies: a lesson may write into one of them.
+    return inputs.to(device, copy=True), targets.to(device, copy=True)

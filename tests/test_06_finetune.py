@@ -47,7 +47,7 @@ FLAGS = (
 FLAGS += ("--save-dtype", "fp32", "--micro-batch-size", 1, "--warmup-steps", WARMUP)
 # at the first step the last of three ranks reads rows without a target, and so does each micro-batch of them
 NO_TARGET = """
-from lm import data
+from training.batches import Batches
 init = Batches.__init__
 def without_targets(batches, *args, **how):
     init(batches, *args, **how)

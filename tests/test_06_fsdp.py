@@ -89,8 +89,7 @@ COUNTS = """
 import itertools, json, os, sys
 from torch.distributed.tensor.debug import CommDebugMode
 from training.batches import Batches
-owner, name = (Batches, "stream") if hasattr(data, "Batches") else (data, "train_batches")
-made = getattr(owner, name)
+made = Batches.stream
 micro_batches = 3 if "--micro-batch-size" in sys.argv else 1
 
 def counted(*args, **kwargs):
@@ -104,7 +103,7 @@ def counted(*args, **kwargs):
         json.dump(counts, file)
     yield from batches
 
-setattr(owner, name, counted)
+Batches.stream = counted
 """
 
 
