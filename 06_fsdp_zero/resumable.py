@@ -14,7 +14,7 @@ The folder --run-dir must be on a disk that all nodes share. It gets:
 
     settings.json   what the losses depend on. A start with other settings is refused
     metrics.jsonl   what is printed. A resume repeats some steps: the last loss of a step counts
-    step-00000100/  a checkpoint, complete when it has this name. The newest two are kept
+    step-00000050/  a checkpoint, complete when it has this name. The newest two are kept
     lock            keeps a second run out of the folder
 
 SIGTERM or SIGUSR1 to any rank, or SIGTERM to torchrun: all ranks finish their step, save, and end
@@ -24,7 +24,7 @@ that need more than 30 s: torchrun --shutdown-timeout=300 gives them more.
 To use the weights elsewhere, run the line below. torch.load("all.pt")["model"] is then the state
 dict of the plain Model.
 
-    python -m torch.distributed.checkpoint.format_utils dcp_to_torch run/step-00000200 all.pt
+    python -m torch.distributed.checkpoint.format_utils dcp_to_torch run/step-00000100 all.pt
 
 What to look at: kill the run, start it again with another number of ranks, and compare the losses.
 Copy this file and change what is marked YOURS.
@@ -311,17 +311,17 @@ def note_signal(number, frame):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/06_resumable"))
     parser.add_argument("--data", help="text file, or folder with train.bin and val.bin")
     parser.add_argument("--vocabulary", type=int, default=256, help="number of token ids")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--global-batch", type=int, default=24, help="sequences per step")
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences per rank at once")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--evaluate-every", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--evaluate-every", type=int, default=50)
+    parser.add_argument("--save-every", type=int, default=50)
     args = parser.parse_args()
     dtype = DTYPES[args.dtype]
     # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
