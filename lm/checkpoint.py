@@ -207,7 +207,8 @@ class Run:
             before_exit.append(self.lock.release)
             self._check_settings(settings, args.resume)
             write_json(self.folder / "settings.json", settings)
-            remembered = flags.remembered_flags(args, args.micro_batch_size)
+            given_size = getattr(args, "micro_batch_size", None)
+            remembered = flags.remembered_flags(args, given_size)
             write_json(self.folder / flags.FLAGS_FILE, remembered)
         except InUseError as error:
             raise UserError(
