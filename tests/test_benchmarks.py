@@ -68,7 +68,7 @@ def test_variants_and_the_baseline_again(tmp_path):
     assert result.code == 0, result.err
     rows = result.summary["rows"]
     cases = {row["case"] for row in rows}
-    assert len(cases) == 6
+    assert len(cases) == 7
     assert len(result.summary["checked"]) == len(rows) - len(cases)
     for case in cases:
         variants = [row["variant"] for row in rows if row["case"] == case]
