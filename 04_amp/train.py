@@ -114,7 +114,7 @@ def main() -> int:
         device,
         autocast=autocast,
     )
-    run.remember_micro_batch_size(args, batches.micro_batch_size)
+    run.remember_flags(args, batches.micro_batch_size)
     held_out = batches.evaluation()
     start_step = 0
     if args.resume:

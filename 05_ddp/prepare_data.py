@@ -49,7 +49,7 @@ import _prepare_data as helper
 import numpy as np
 
 from common import files, report
-from lm import corpus
+from lm import corpus, stdlib_text
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it
 TEXT_BYTES = 2**20  # a longer text file becomes several documents
@@ -145,7 +145,7 @@ def is_held_out(document: bytes) -> bool:
     It depends on the text alone, so copies of a document are never on both sides.
     """
     digest = hashlib.sha256(document).digest()
-    return int.from_bytes(digest[:8], "big") < corpus.HELD_OUT * 2**64
+    return int.from_bytes(digest[:8], "big") < stdlib_text.HELD_OUT * 2**64
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def join(out: Path, parts: list[dict], about: dict) -> None:
     # With few documents, the hashes may hold out none of them, or most of the text. Then the last
     # tokens are held out.
     if train_tokens == tokens or train_tokens < tokens / 2:
-        train_tokens = int(tokens * (1 - corpus.HELD_OUT))
+        train_tokens = int(tokens * (1 - stdlib_text.HELD_OUT))
 
     sha256 = hashlib.sha256()
     end_tokens = 0

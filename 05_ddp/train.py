@@ -136,7 +136,7 @@ def main() -> int:
         autocast=autocast,
         estimate_flags="--zero 0",
     )
-    run.remember_micro_batch_size(args, batches.micro_batch_size)
+    run.remember_flags(args, batches.micro_batch_size)
     held_out = batches.evaluation()
     if args.deterministic:
         rebuild_buckets(ddp_model, held_out[0], autocast, device)

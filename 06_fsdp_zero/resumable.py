@@ -6,9 +6,10 @@
               --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 What is new compared with minimal.py: a run that was stopped continues. Start the same command
-again, on any number of ranks that divides --global-batch. The losses are those of a run that was
-never stopped: bit for bit on the same number of ranks, if the GPU's kernels are deterministic, and
-up to rounding on other numbers. 05_ddp/resumable.py can continue the run, too.
+again, on any number of ranks that divides --global-batch. The losses equal the losses of a run
+that was never stopped: bit for bit on the same number of ranks, if the GPU's kernels are
+deterministic, and up to rounding on other numbers. 05_ddp/resumable.py can continue the
+run, too.
 
 The folder --run-dir must be on a disk that all nodes share. It gets:
 

@@ -605,7 +605,7 @@ def main() -> int:
             my_tokens=my_tokens,
             estimate_flags="--zero 3",
         )
-    run.remember_micro_batch_size(args, batches.micro_batch_size)
+    run.remember_flags(args, batches.micro_batch_size)
     held_out = batches.evaluation()
     start_step = 0
     if args.resume:

@@ -57,7 +57,7 @@ before_user_error_exit: list[Callable[[], None]] = []
 out_of_memory_help: list[str] = []
 # The numbers of the signals that runtime.catch_stop_signals has noted.
 stop_signals: list[int] = []
-# What it has raised, for a signal before training had begun, and for a second Ctrl-C.
+# Errors that it has raised: a signal before training had begun, and a second Ctrl-C.
 early_stops: list[BaseException] = []
 _main_is_running = False
 

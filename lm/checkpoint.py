@@ -131,12 +131,12 @@ class Run:
         # A script that ends with a UserError completes its save in the background first.
         before_user_error_exit.append(self.wait)
 
-    def remember_micro_batch_size(self, args: argparse.Namespace, size: int) -> None:
-        """Write the size that a run without --micro-batch-size takes when it resumes.
+    def remember_flags(self, args: argparse.Namespace, micro_batch_size: int | None) -> None:
+        """Write the flags, and the size of a micro-batch, that a resumed run has if none are given.
 
         Raise UserError if the file cannot be written.
         """
-        remembered = flags.remembered_flags(args, size)
+        remembered = flags.remembered_flags(args, micro_batch_size)
         write = partial(write_json, self.folder / flags.FLAGS_FILE, remembered)
         try:
             on_rank0(write)
@@ -207,9 +207,6 @@ class Run:
             before_exit.append(self.lock.release)
             self._check_settings(settings, args.resume)
             write_json(self.folder / "settings.json", settings)
-            given_size = getattr(args, "micro_batch_size", None)
-            remembered = flags.remembered_flags(args, given_size)
-            write_json(self.folder / flags.FLAGS_FILE, remembered)
         except InUseError as error:
             raise UserError(
                 f"{flag} is in use by a live run ({error}): choose another --run-dir, "

@@ -23,8 +23,6 @@ from common.exits import UserError
 from lm import stdlib_text
 from lm.runs import is_checkpoint, is_run_folder, is_settings_of_run
 
-HELD_OUT = 0.05  # share of the text that is held out for evaluation
-
 # File types that are read.
 TEXTS = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".parquet")

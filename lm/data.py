@@ -27,7 +27,6 @@ from common.exits import UserError
 from common.runtime import all_gather, print0
 from lm import stdlib_text
 from lm.corpus import (
-    HELD_OUT,
     documents,
     encoder,
     has_tokenizer,
@@ -36,6 +35,7 @@ from lm.corpus import (
     sources,
 )
 from lm.lock import Lock
+from lm.stdlib_text import HELD_OUT
 
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all
 # documents in memory.
@@ -394,7 +394,7 @@ def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
     held_out_texts = set()
     held_out_bytes = 0
-    for text in sorted(others, key=_sha256):
+    for text in sorted(others, key=stdlib_text.sha256):
         size = len(text) * copies[text]
         # Take the document if the sum is nearer to 5 % with it than without it.
         if held_out_bytes + size / 2 <= wanted_bytes:
@@ -413,10 +413,6 @@ def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         else:
             train.append(text)
     return train, held_out
-
-
-def _sha256(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()
 
 
 class Sequences(Dataset):

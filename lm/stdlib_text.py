@@ -13,7 +13,7 @@ import numpy as np
 
 from common.exits import UserError
 
-HELD_OUT = 0.05  # share of the files that is held out for evaluation
+HELD_OUT = 0.05  # share of any text that is held out for evaluation
 # Folders of the standard library that are no part of the text.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -33,7 +33,7 @@ def split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
     All copies of a text are on the same side.
     """
-    unique = sorted(set(texts), key=_sha256)
+    unique = sorted(set(texts), key=sha256)
     held_out_count = math.ceil(len(unique) * HELD_OUT)
     held_out_texts = set(unique[:held_out_count])
     train = [text for text in texts if text not in held_out_texts]
@@ -41,7 +41,8 @@ def split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     return train, held_out
 
 
-def _sha256(text: bytes) -> bytes:
+def sha256(text: bytes) -> bytes:
+    """Return the hash that orders texts, so that a split does not depend on their order."""
     return hashlib.sha256(text).digest()
 
 

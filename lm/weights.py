@@ -1,4 +1,4 @@
-"""Weights of a language model: random ones, and those of a Hugging Face folder."""
+"""Weights of a language model: random weights, and weights from a Hugging Face folder."""
 
 import hashlib
 from collections.abc import Iterable
