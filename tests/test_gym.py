@@ -24,6 +24,7 @@ def in_time(number: int):
 def mend(bug: dict[str, str], folder: Path) -> None:
     """Put the other right fix where the bug is."""
     fault = gym.fault_of(bug)
+    (folder / fault.file).parent.mkdir(parents=True, exist_ok=True)
     (folder / fault.file).write_text(
         (ROOT / fault.file).read_text(encoding="utf-8"), encoding="utf-8"
     )
@@ -31,7 +32,8 @@ def mend(bug: dict[str, str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["breaks"])
-def test_a_bug_has_a_test_and_a_chapter(bug):
+def test_a_bug_has_a_test_a_chapter_and_another_fix(tmp_path, bug):
+    mend(bug, tmp_path)
     assert gym.fault_of(bug).test
     assert (ROOT / bug["chapter"]).is_file()
     assert not bug["thread"] or bug["thread"].startswith("https://")
