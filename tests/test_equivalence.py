@@ -355,9 +355,9 @@ def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, script, n, 
     ("script", "n"),
     [(BASELINE, None), (DDP, 2), *(in_full(script, 2) for script in OTHERS)],
 )
-def test_a_run_of_version_0_2_0_resumes(tmp_path, script, n):
-    """Take the steps after the checkpoint as version 0.2.0 took them."""
-    with tarfile.open(ROOT / "tests/data/run_0_2_0/run.tar.xz") as archive:
+def test_a_run_of_version_0_3_0_resumes(tmp_path, script, n):
+    """Take the steps after the checkpoint as version 0.3.0 took them."""
+    with tarfile.open(ROOT / "tests/data/run_0_3_0/run.tar.xz") as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
         archive.extractall(tmp_path)
     shutil.copy(TEXT, tmp_path / "text.txt")
