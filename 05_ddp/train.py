@@ -32,10 +32,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from common import hardware, report, runtime
 from common.torch_versions import KEEP_BUFFERS
-from lm import checkpoint, flags, metrics, optim
-from training import micro_batch
+from training import checkpoint, flags, micro_batch, optim
 from training.batches import PADDING, Batches
 from training.digest import digest
+from training.meter import Meter
 from training.training_objects import TrainingObjects
 
 
@@ -144,7 +144,7 @@ def main() -> int:
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler, scaler)
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(
+    meter = Meter(
         run.folder,
         steps=args.steps,
         start_step=start_step,

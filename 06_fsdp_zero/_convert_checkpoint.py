@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
-from lm import corpus, model, runs, shapes
+from lm import corpus, model, shapes
 from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
 from lm.weight_files import EMBEDDING, HEAD, untied
+from training import run_folder
 
 # where training programs keep the state dict in a file: here, Lightning, many others, DeepSpeed
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -89,10 +90,10 @@ def find(path: Path) -> tuple[str, Path]:
 
 def check_hashes(path: Path) -> None:
     """Raise UserError, which names an intact checkpoint of the run, if this one is broken."""
-    problem = runs.find_damage(path)
+    problem = run_folder.find_damage(path)
     if problem is None:
         return
-    intact = runs.newest_intact(runs.list_checkpoints(path.parent))
+    intact = run_folder.newest_intact(run_folder.list_checkpoints(path.parent))
     fix = f"use {intact}" if intact else "the run has no other that is intact"
     raise UserError(f"{path} is broken ({problem}): {fix}")
 
@@ -271,7 +272,7 @@ def find_tokenizer(given: str | None, named: str | None, path: Path, config: dic
         for place in (named, path):
             if place and corpus.has_tokenizer(place):
                 return str(place)
-        if not runs.read_settings(path.parent):
+        if not run_folder.read_settings(path.parent):
             return None
     name = given or tokenizer_of_run(path.parent)
     if name is None and config["vocab_size"] == BYTES:
@@ -302,7 +303,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
 
     Return None if the run took it from a model or from tokens that are not here.
     """
-    settings = runs.read_settings(folder)
+    settings = run_folder.read_settings(folder)
     if settings.get("--tokenizer"):
         return settings["--tokenizer"]
 
@@ -337,14 +338,14 @@ def origin_of(named: str | None, path: Path) -> str:
     """Return the model that has the ids of a checkpoint: --model, its run's model, or itself."""
     if named:
         return named
-    settings = runs.read_settings(path.parent)
-    if settings and runs.is_checkpoint(path):
+    settings = run_folder.read_settings(path.parent)
+    if settings and run_folder.is_checkpoint(path):
         return without_hash(settings["--model"])
     return str(path)
 
 
 def without_hash(setting: str) -> str:
-    """Return the value of a run's setting without the hash that lm.flags.with_hash adds."""
+    """Return the value of a run's setting without the hash that training.flags.with_hash adds."""
     return re.sub(r" \(SHA-256 \w+\)$", "", setting)
 
 

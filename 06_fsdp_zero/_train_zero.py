@@ -22,10 +22,10 @@ from torch import nn
 
 from common import files, report, runtime
 from common.exits import UserError
-from lm import checkpoint
-from lm.runs import file_sha256
 from lm.weights import check_model, open_weights, random_weight
+from training import checkpoint
 from training.digest import hash_rows
+from training.run_folder import file_sha256
 
 LOWEST_STAGE = {"none": 0, "optimizer": 1, "params": 3}  # by --offload: only shards are offloaded
 
@@ -144,7 +144,7 @@ class Run(checkpoint.Run):
     """Manage the folder of a run whose checkpoints DeepSpeed writes.
 
     zero_to_fp32 and ds_to_universal, the programs of DeepSpeed, read these checkpoints. As in
-    lm/checkpoint.py, the files are written to a folder that is renamed when it is complete.
+    training/checkpoint.py, the files are written to a folder that is renamed when it is complete.
     """
 
     def _write_files(self, folder: Path, engine, config: dict | None) -> dict[str, str]:

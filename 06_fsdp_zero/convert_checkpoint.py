@@ -62,9 +62,10 @@ from torch import Tensor
 
 from common import cli, files, lesson, report, runtime
 from common.exits import UserError
-from lm import checkpoint, runs, shapes
+from lm import shapes
 from lm.weight_files import StoredWeights
 from lm.weights import build
+from training import checkpoint, run_folder
 
 
 def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes: float) -> None:
@@ -181,7 +182,7 @@ def run(
     """
     began = time.perf_counter()
     kind, path = find(path)
-    runs.check_has_all_weights(path.parent, f"{path} is a checkpoint of a run")
+    run_folder.check_has_all_weights(path.parent, f"{path} is a checkpoint of a run")
     config = find_config(named, path)
     tokenizer = None
     if to == "hf":

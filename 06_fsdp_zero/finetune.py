@@ -55,10 +55,12 @@ from torch.distributed.fsdp import (
 from torch.nn.utils import clip_grad_norm_
 
 from common import cli, hardware, report, runtime
-from lm import checkpoint, flags, lora, metrics, optim, shapes, weights
+from lm import lora, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from training import checkpoint, flags, optim
 from training.batches import PADDING, Batches
 from training.digest import digest
+from training.meter import Meter
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_MODEL = ROOT / "models/smollm2-135m"  # make model
@@ -266,7 +268,7 @@ def main() -> int:
     training = {"net": model, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(
+    meter = Meter(
         run.folder,
         steps=args.steps,
         start_step=start_step,

@@ -37,11 +37,12 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 from common import hardware, report, runtime
-from lm import data, flags, metrics, optim, shapes, weights
+from lm import data, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.model import Transformer
-from training import micro_batch
+from training import flags, micro_batch, optim
 from training.batches import PADDING, Batches
+from training.meter import Meter
 from training.training_objects import TrainingObjects
 
 
@@ -216,7 +217,7 @@ def main() -> int:
     if saved:
         start_step = helper.resume(engine, saved, universal)
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(
+    meter = Meter(
         run.folder,
         steps=args.steps,
         start_step=start_step,

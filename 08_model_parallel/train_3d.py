@@ -66,12 +66,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common import cli, hardware, report, runtime
 from common.torch_versions import all_gather_with_backward
-from lm import checkpoint, data, flags, metrics, optim, shapes, weights
+from lm import data, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.stages import STAGES_PER_RANK, stages_of_rank
-from training import micro_batch
+from training import checkpoint, flags, micro_batch, optim
 from training.batches import PADDING, Batches
 from training.digest import digest
+from training.meter import Meter
 from training.training_objects import TrainingObjects
 
 
@@ -611,7 +612,7 @@ def main() -> int:
     if args.resume:
         start_step = checkpoint.resume(run, model, optimizer, scheduler)
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
-    meter = metrics.Meter(
+    meter = Meter(
         run.folder,
         steps=args.steps,
         start_step=start_step,

@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils import clip_grad_norm_
 
-from lm import model, optim, shapes, weights
+from lm import model, shapes, weights
+from training import optim
 
 sys.path.insert(0, str(REPO / "07_memory_tricks"))
 from chunked_loss import chunked_cross_entropy

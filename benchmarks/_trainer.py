@@ -17,7 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import exits, hardware, report, runtime
-from lm import data, flags, shapes
+from lm import data, shapes
+from training import flags
 
 
 class Windows(data.Sequences):

@@ -94,9 +94,9 @@ SHIM = """
 import math, runpy, sys, torch, types
 sys.path[:0] = [{repo!r}, sys.argv[1].rpartition("/")[0]]
 from common import report
-from lm import checkpoint, metrics, weights
-from training import digest
-metrics.math = types.SimpleNamespace(**vars(math) | {{"isfinite": lambda value: True}})
+from lm import weights
+from training import checkpoint, digest, meter
+meter.math = types.SimpleNamespace(**vars(math) | {{"isfinite": lambda value: True}})
 weights.init_weights = lambda *_, **__: None
 digest.digest = lambda *_: ""
 checkpoint.Run.save = lambda *_: None

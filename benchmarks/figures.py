@@ -23,7 +23,7 @@ import _schemes as schemes
 from _measure import REPO, RESULTS, Side
 
 from common import cli, exits, files
-from lm.metrics import read_records
+from training.meter import read_records
 
 H200_PROFILE = REPO / "benchmarks/results/nvidia-h200-2026-11-26.json"
 

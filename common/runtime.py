@@ -374,8 +374,8 @@ def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
 def together(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> list:
     """Run `work` on every rank and return the results of all ranks, in rank order, on every rank.
 
-    Every rank must call it. lm/checkpoint.py writes files this way, because a disk can be full on
-    one node only.
+    Every rank must call it. training/checkpoint.py writes files this way: a disk can be full on one
+    node only.
 
     If `work` raises UserError or OSError on some ranks, every rank raises the error of the first of
     these ranks. So no rank waits for a rank that has failed. If the disk fails, libraries such as

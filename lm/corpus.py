@@ -21,7 +21,7 @@ import numpy as np
 
 from common.exits import UserError
 from lm import stdlib_text
-from lm.runs import is_checkpoint, is_run_folder, is_settings_of_run
+from training.run_folder import is_checkpoint, is_run_folder, is_settings_of_run
 
 # File types that are read.
 TEXTS = (".txt", ".md", ".py")

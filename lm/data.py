@@ -34,8 +34,8 @@ from lm.corpus import (
     open_tokens,
     sources,
 )
-from lm.lock import Lock
 from lm.stdlib_text import HELD_OUT
+from training.lock import Lock
 
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all
 # documents in memory.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from common.cli import did_you_mean
 from common.exits import UserError
-from lm.runs import refuse_run
 from lm.weight_files import WEIGHT_SUFFIXES, has_own_head, weight_files
+from training.run_folder import refuse_run
 
 # Values in a config.json that lm/model.py implements. It implements no others.
 LLAMA = {

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from common import hardware
-from lm.defaults import default_flags
 from lm.stages import STAGES_PER_RANK
 from planner.shape import Shape
+from training.defaults import default_flags
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 CHECKPOINTING = ("none", "full", "selective")

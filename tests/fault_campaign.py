@@ -43,7 +43,7 @@ from support.harness import (
 )
 
 from common import cli, exits
-from lm import metrics
+from training.meter import read_records
 
 STEPS, SAVE_EVERY = 48, 4
 NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them
@@ -183,9 +183,7 @@ def suffer(fault: Fault, folder: Path, weights: str, script: str) -> list[str]:
             finally:
                 result = finish(process, folder, timeout=1)
             (folder / "run/ballast").unlink(missing_ok=True)
-            last = max(
-                record["step"] for record in metrics.read_records(folder / "run/metrics.jsonl")
-            )
+            last = max(record["step"] for record in read_records(folder / "run/metrics.jsonl"))
             # what a restart can count on; the newest was damaged on purpose
             saved = [0, *saved_steps(folder)][-2 if fault.kind == "corrupt newest" else -1]
             lost = last - saved

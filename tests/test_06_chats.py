@@ -694,13 +694,13 @@ def test_an_adapter_loads_from_any_folder_with_its_tokenizer(tmp_path, models, m
 DATED = "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y') }}<|im_end|>\n" + CHATML
 ANOTHER_DAY = """
 from datetime import datetime
-import lm.checkpoint
+import training.checkpoint
 from transformers.utils import chat_template_utils
 class AnotherDay:
     fromisoformat = staticmethod(datetime.fromisoformat)
     def now():
         return datetime(2031, 5, 17, 12, 0, 0)
-lm.checkpoint.datetime = AnotherDay
+training.checkpoint.datetime = AnotherDay
 chat_template_utils.datetime = AnotherDay
 """
 

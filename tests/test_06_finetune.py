@@ -25,8 +25,8 @@ from support.harness import (
 )
 
 from lm import lora, shapes, weights
-from lm.optim import warmup_cosine
 from training.batches import PADDING, Batches
+from training.optim import warmup_cosine
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"

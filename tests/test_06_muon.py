@@ -93,7 +93,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from support.chapter import load
 from support.optimizers import SavedRun, inverse
-from lm import checkpoint
+from training import checkpoint
 dist.init_process_group("gloo")
 net = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Linear(65, 33))
 net[0].requires_grad_(False)  # frozen

@@ -83,7 +83,7 @@ def test_ctrl_c_saves_and_says_so(tmp_path):
 # The second signal comes while the run saves, which here takes for ever.
 NEVER_SAVES = """
 import threading
-from lm import checkpoint
+from training import checkpoint
 def save(*arguments):
     open("saving", "w").close()
     threading.Event().wait()

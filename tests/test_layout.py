@@ -23,7 +23,7 @@ LESSONS = [file for file in NUMBERED if not file.name.startswith("_")]
 HELPERS = [file for file in NUMBERED if file.name.startswith("_")]
 PLANNER_MAY_IMPORT = (
     Path("lm/shapes.py"),
-    Path("lm/defaults.py"),
+    Path("training/defaults.py"),
     Path("lm/stages.py"),
     Path("common/hardware.py"),
 )

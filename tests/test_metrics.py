@@ -1,4 +1,4 @@
-"""lm/metrics.py: a Meter takes numbers, so it measures any model."""
+"""training/meter.py: a Meter takes numbers, so it measures any model."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.metrics import Meter, _line, read_records
+from training.meter import Meter, _line, read_records
 
 
 def measure(

@@ -12,7 +12,7 @@ import pytest
 from support import nogpu
 from support.harness import ROOT, with_fault
 
-from lm import defaults
+from training import defaults
 
 pytestmark = [pytest.mark.nogpu, pytest.mark.timeout(900), pytest.mark.usefixtures("nogpu_tool")]
 

@@ -14,7 +14,6 @@ from support.chapter import load
 from support.harness import ROOT, TINY, assert_refused, run
 
 from common.measure import LiveBytes
-from lm import flags as script_flags
 from lm import shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from planner import machine, measured
@@ -24,6 +23,7 @@ from planner.rank import Rank
 from planner.search import MARGIN, layouts
 from planner.shape import from_config
 from planner.step import launch_seconds, stage_causes, step
+from training.flags import TrainingParser
 
 SCRIPT = "07_memory_tricks/estimate.py"
 ESTIMATE = load(SCRIPT)
@@ -364,7 +364,7 @@ def test_bare_and_without_torch(tmp_path):
 
 
 def test_without_flags_it_describes_the_scripts_without_flags(tmp_path):
-    args = script_flags.TrainingParser("").parse_args([])
+    args = TrainingParser("").parse_args([])
     defaults = script_defaults("cpu", model=None)
     for name in ("model", "global_batch_size", "compile", "checkpointing"):
         assert getattr(args, name) == getattr(defaults, name)

@@ -35,7 +35,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, {root!r})
 from common import exits, runtime
-from lm import data, optim, sample, shapes, weights
+from lm import data, sample, shapes, weights
+from training import optim
 from training.batches import Batches
 
 kind, mode = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""lm/trackers.py: loss.png, TensorBoard and Weights & Biases show what metrics.jsonl says."""
+"""training/trackers.py: loss.png, TensorBoard and Weights & Biases show what metrics.jsonl says."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from support.harness import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.exits import UserError
-from lm.metrics import Meter, read_records
-from lm.trackers import CHARTS
+from training.meter import Meter, read_records
+from training.trackers import CHARTS
 
 DDP = "05_ddp/train.py"
 TRAIN_3D = "08_model_parallel/train_3d.py"

@@ -35,7 +35,8 @@ from support.harness import (
     with_prelude,
 )
 
-from lm import checkpoint, weights
+from lm import weights
+from training import checkpoint
 
 DDP = SEVERAL[0]
 PREPARE = "05_ddp/prepare_data.py"
@@ -508,7 +509,7 @@ import fcntl
 fcntl.flock = lambda *_: None
 """
 LEASE = """
-from lm import lock
+from training import lock
 lock.LEASE_SECONDS = {0}
 lock.HEARTBEAT_SECONDS = 0.25
 lock.QUIET_SECONDS = 0.25

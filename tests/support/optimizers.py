@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lm import checkpoint
+from training import checkpoint
 
 
 class SavedRun(NamedTuple):
-    """Stand in for a run with one checkpoint, for lm.checkpoint.resume."""
+    """Stand in for a run with one checkpoint, for training.checkpoint.resume."""
 
     folder: Path
     group: None = None

@@ -2,7 +2,7 @@
 
 `Meter` prints a line every --log-every steps, appends the same values to metrics.jsonl in the
 folder of the run, and prints a summary at the end. The records can also go to TensorBoard and to
-Weights & Biases, and loss.png shows them: see lm/trackers.py. `Meter` knows nothing about the
+Weights & Biases, and loss.png shows them: see training/trackers.py. `Meter` knows nothing about the
 model: the caller gives it the number of floating-point operations per token.
 """
 
@@ -25,7 +25,7 @@ from common.exits import UserError, writing
 from common.hardware import device_name
 from common.progress import print_line
 from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
-from lm import runs, trackers
+from training import run_folder, trackers
 
 COLUMNS = 80  # of the console
 # A log line names the share of time in the loader, and the slowest rank, from here on.
@@ -308,7 +308,7 @@ class Meter:
         picture = self.folder / "loss.png"
         if picture.is_file():
             print(f"picture: {picture}")
-        command = runs.command_to_ask(self.folder, step)
+        command = run_folder.command_to_ask(self.folder, step)
         if command is not None:
             print(f"ask it:  {command}")
 

@@ -1,4 +1,4 @@
-"""The folders of runs, as lm/checkpoint.py writes them: find checkpoints, and make models of them.
+"""The folders that training/checkpoint.py writes: find checkpoints, and make models of them.
 
 A checkpoint of a run is no folder of Hugging Face: --model does not read it, and a program of its
 own converts it. This file does not import torch, so that the planner can use it on any machine.

@@ -2,10 +2,10 @@
 
 A run has one folder:
 
-    settings.json       flags that must not change on a resume, such as --data (lm/flags.py)
+    settings.json       flags that must not change on a resume, such as --data (training/flags.py)
     flags.json          the other flags, which a resume has, too, unless they are given
-    .lock, .lock.lease  locked by the process that trains in this folder (lm/lock.py)
-    metrics.jsonl       written by lm.metrics.Meter, with loss.png, tensorboard/ and wandb/
+    .lock, .lock.lease  locked by the process that trains in this folder (training/lock.py)
+    metrics.jsonl       written by training.meter.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
                         an index, and what rank 0, rank 1, ... wrote
@@ -61,9 +61,16 @@ from common.exits import (
     free_space,
 )
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
-from lm import flags, shapes
-from lm.lock import InUseError, Lock
-from lm.runs import file_sha256, find_damage, is_checkpoint, list_checkpoints, read_settings
+from lm import shapes
+from training import flags
+from training.lock import InUseError, Lock
+from training.run_folder import (
+    file_sha256,
+    find_damage,
+    is_checkpoint,
+    list_checkpoints,
+    read_settings,
+)
 
 # All ranks must call these together:
 #   all_gather(value)   gives every rank the list of all ranks' values

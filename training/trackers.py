@@ -1,7 +1,7 @@
 """Show the records of a run in other programs: TensorBoard, Weights & Biases, and a picture.
 
-`lm.metrics.Meter` calls these on rank 0, with each record that it writes to metrics.jsonl. All of
-it goes into the folder of the run:
+`training.meter.Meter` calls these on rank 0, with each record that it writes to metrics.jsonl. All
+of it goes into the folder of the run:
 
     tensorboard/        event files, for `tensorboard --logdir runs`
     wandb/, wandb.id    the files of W&B, and the id by which a resumed run continues the same run

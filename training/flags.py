@@ -3,7 +3,7 @@
 A flag that is not given on the command line gets its value from
 
     1. the run that is resumed: flags.json in its folder, which checkpoint.Run writes
-    2. lm/defaults.py: --model, --global-batch-size, --steps and --compile depend on the device
+    2. training/defaults.py: --model, --global-batch-size, --steps and --compile, by device
     3. the model's recipe (lm/shapes.py): --seq-len, --lr and --warmup-steps
 """
 
@@ -31,10 +31,10 @@ from common.cli import (
     processes,
 )
 from common.exits import UserError
-from lm.defaults import ON_CPU, ON_GPU, default_flags
 from lm.shapes import SIZES, has_weights, recipe
-from lm.trackers import check_packages
 from lm.weight_files import weight_files
+from training.defaults import ON_CPU, ON_GPU, default_flags
+from training.trackers import check_packages
 
 # The flags that must be the same on --resume, because they change the losses. All other flags may
 # change, such as --steps, --micro-batch-size and --device. So may the number of ranks. --eval-data
@@ -70,7 +70,7 @@ REMEMBERED_FLAGS = (
     "wandb",
 )
 FLAGS_FILE = "flags.json"
-# The files of a run that are replaced while it goes on: lm/checkpoint.py and lm/metrics.py.
+# The files of a run that are replaced while it goes on, by checkpoint.py and meter.py.
 RUN_FILES = ("settings.json", FLAGS_FILE, "metrics.jsonl", "loss.png")
 # Settings that are no flags. Runs of version 0.2.0 do not have them.
 WEIGHTS = "weights of --model"
