@@ -258,7 +258,8 @@ def main() -> int:
     answers_before = answer(model)
 
     # 4. Checkpoints. With --adapters they hold the adapters only.
-    settings = flags.settings(args, data=corpus.sha256, model=repr(config))
+    base = {"weights of --model": weights.fingerprint(args.model)}
+    settings = flags.settings(args, data=corpus.sha256, model=repr(config), **base)
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
     if args.eval_data is not None:
         # other chats for evaluation may be longer, and the run has to resume with them

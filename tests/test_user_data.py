@@ -330,20 +330,6 @@ def test_a_run_does_not_resume_with_other_content(started, case):
     assert_refused(resume(started, *flags), words)
 
 
-def test_settings_of_an_older_version(started):
-    """The run resumes. If its data were split in another way, the line says so."""
-    file = started / "run/settings.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    older = {name: value for name, value in settings.items() if name.startswith("--")}
-    file.write_text(json.dumps(older), encoding="utf-8")
-    result = resume(started)
-    assert result.code == 0, result
-    file.write_text(
-        json.dumps(older | {"--data": "job1/text.txt (SHA-256 0123456789ab)"}), encoding="utf-8"
-    )
-    assert_refused(resume(started), "--data job1/text.txt", "older version")
-
-
 @pytest.mark.parametrize("days", [1, 400])
 def test_a_run_keeps_the_date_of_its_first_start(tmp_path, days, monkeypatch):
     args = Namespace(run_dir=tmp_path / "run", resume=True, keep=1, async_save=False)
@@ -477,7 +463,7 @@ def test_what_lies_in_the_run_dir_is_left_out_from_the_first_start(project):
 def test_files_with_the_names_of_a_runs_are_text_where_they_are_no_runs(project):
     (project / "songs").mkdir()
     (project / "songs/metrics.jsonl").write_text(jsonl([lines("song", 100)]), encoding="utf-8")
-    (project / "songs/settings.json").write_text('{"volume": 11}', encoding="utf-8")
+    (project / "songs/run.json").write_text('{"volume": 11}', encoding="utf-8")
     assert sum(sizes(train_here(project))) == 4 * 3202
 
 

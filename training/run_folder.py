@@ -14,6 +14,9 @@ from common.exits import UserError
 
 CONVERT = Path(__file__).parents[1] / "06_fsdp_zero/convert_checkpoint.py"
 ASK = Path(__file__).parents[1] / "09_inference/infer_70b.py"
+RUN_FILE = "run.json"  # the settings and flags of the run
+# The files of a run that are replaced while it goes on, by checkpoint.py and meter.py.
+RUN_FILES = (RUN_FILE, "metrics.jsonl", "loss.png")
 # Bytes of a checkpoint that are hashed for an error message. More would take minutes.
 MOST_HASHED_BYTES = 20e9
 
@@ -21,25 +24,41 @@ MOST_HASHED_BYTES = 20e9
 def is_run_folder(folder: str | Path) -> bool:
     """Return whether a folder is the folder of a run."""
     folder = Path(folder)
-    if not is_settings_of_run(folder / "settings.json"):
+    if not read_settings(folder):
         return False
     return (folder / "metrics.jsonl").exists() or any(map(is_checkpoint, folder.glob("step-*")))
 
 
-def is_settings_of_run(file: Path) -> bool:
-    """Return whether a file is the settings.json of a run: a JSON object with the run's flags."""
-    return len(read_settings(file.parent, file.name)) > 0
-
-
-def read_settings(folder: Path, name: str = "settings.json") -> dict:
+def read_settings(folder: Path) -> dict:
     """Return the settings of a run by flag, or {} if the folder has none."""
+    return read_run(folder)["settings"]
+
+
+def read_run(folder: Path) -> dict[str, dict]:
+    """Return what run.json says: "settings" and "flags", which are {} in a folder of no run.
+
+    The settings must not change on a resume, and are by flag, such as "--data". The flags are by
+    name, such as "save_every". Version 0.3.0 wrote two files, settings.json and flags.json.
+    """
+    run = _read_json(folder / RUN_FILE)
+    if not run and not (folder / RUN_FILE).exists():
+        run = {name: _read_json(folder / f"{name}.json") for name in ("settings", "flags")}
+        run["settings"].pop("format of these settings", None)
+    found = {}
+    for name in ("settings", "flags"):
+        value = run.get(name)
+        found[name] = value if isinstance(value, dict) else {}
+    if not {"--model", "--data", "--seed"} <= found["settings"].keys():
+        return {"settings": {}, "flags": {}}
+    return found
+
+
+def _read_json(file: Path) -> dict:
     try:
-        settings = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(settings, dict) or not {"--model", "--data", "--seed"} <= settings.keys():
-        return {}
-    return settings
+    return content if isinstance(content, dict) else {}
 
 
 def is_checkpoint(folder: str | Path) -> bool:

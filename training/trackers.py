@@ -8,7 +8,6 @@ of it goes into the folder of the run:
     loss.png            the losses of the whole run
 """
 
-import json
 import os
 import secrets
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from pathlib import Path
 from common import files
 from common.exits import UserError, before_exit, before_user_error_exit
 from common.runtime import is_rank0
+from training.run_folder import read_run
 
 WANDB_PROJECT = "gpu-training-reference"  # unless the environment variable of this name is set
 
@@ -112,10 +112,7 @@ class WeightsAndBiases:
             run_id = secrets.token_hex(4)
             id_file.write_text(run_id + "\n", encoding="utf-8")
 
-        settings = {}
-        settings_file = folder / "settings.json"
-        if settings_file.exists():
-            settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        run = read_run(folder)
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
@@ -123,7 +120,7 @@ class WeightsAndBiases:
                 name=folder.name,
                 id=run_id,
                 resume="allow",
-                config=settings,
+                config=run["flags"] | run["settings"],
             )
         except (wandb.errors.Error, ValueError) as error:
             raise UserError(
