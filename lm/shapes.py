@@ -14,9 +14,9 @@ from pathlib import Path
 
 from common.cli import did_you_mean
 from common.exits import UserError
+from lm.runs import refuse_run
 from lm.weight_files import WEIGHT_SUFFIXES, has_own_head, weight_files
 from training.defaults import SMALL, Recipe
-from training.run_folder import refuse_run
 
 # Values in a config.json that lm/model.py implements. It implements no others.
 LLAMA = {
