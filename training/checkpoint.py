@@ -4,7 +4,7 @@ A run has one folder:
 
     settings.json       flags that must not change on a resume, such as --data (training/flags.py)
     flags.json          the other flags, which a resume has, too, unless they are given
-    .lock, .lock.lease  locked by the process that trains in this folder (training/lock.py)
+    .lock.lease         held by the process that trains in this folder (training/lock.py)
     metrics.jsonl       written by training.meter.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
@@ -205,11 +205,7 @@ class Run:
         flag = f"--run-dir {self.folder}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The system releases a flock when the last process that has the file open ends. The
-            # DataLoader's workers have it open, too, and outlive a kill -9 of their rank by some
-            # seconds: so wait. On NFS, the flock of a machine that died stays for 90 seconds: set
-            # RUN_DIR_LOCK_SECONDS to more than that there.
-            self.lock = Lock(self.folder / ".lock")
+            self.lock = Lock(self.folder / ".lock.lease")
             self.lock.acquire(flags.lock_seconds())
             before_exit.append(self.lock.release)
             self._check_settings(settings, args.resume)
