@@ -53,13 +53,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common import files
-from common.exits import (
-    UserError,
-    before_exit,
-    before_user_error_exit,
-    disk_message,
-    free_space,
-)
+from common.exits import UserError, at_exit, disk_message, free_space, user_message
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
 from lm import shapes
 from training import flags
@@ -135,8 +129,7 @@ class Run:
 
         self.executor = ThreadPoolExecutor(max_workers=1) if args.async_save else None
         self.pending_save: Future | None = None
-        # A script that ends with a UserError completes its save in the background first.
-        before_user_error_exit.append(self.wait)
+        at_exit.push(self._complete_save)
 
     def remember_flags(self, args: argparse.Namespace, micro_batch_size: int | None) -> None:
         """Write the flags, and the size of a micro-batch, that a resumed run has if none are given.
@@ -175,6 +168,12 @@ class Run:
         if self.pending_save is not None:
             self.pending_save.result()
 
+    def _complete_save(self, _kind, error: BaseException | None, _trace) -> None:
+        """Complete the save in the background before a script ends with an error of the user."""
+        if error is not None and user_message(error) is not None:
+            with contextlib.suppress(Exception):  # which must not hide that error
+                self.wait()
+
     def find_intact(self) -> Path | None:
         """Return the newest intact checkpoint, or None if the folder has no checkpoint.
 
@@ -207,7 +206,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = Lock(self.folder / ".lock.lease")
             self.lock.acquire(flags.lock_seconds())
-            before_exit.append(self.lock.release)
+            at_exit.callback(self.lock.release)
             self._check_settings(settings, args.resume)
             write_json(self.folder / "settings.json", settings)
         except InUseError as error:
