@@ -80,7 +80,7 @@ torch.nn.Embedding.forward = with_lengths
 def write():
     found = {"lengths": lengths, "graphs": counters["stats"]["unique_graphs"]}
     open("found.json", "w", encoding="utf-8").write(json.dumps(found))
-exits.before_exit.append(write)
+exits.at_exit.callback(write)
 """
 
 

@@ -4,7 +4,7 @@ A run has one folder:
 
     run.json            settings, which must not change on a resume, such as --data, and the other
                         flags, which a resume has, too, unless they are given (training/flags.py)
-    .lock, .lock.lease  locked by the process that trains in this folder (training/lock.py)
+    .lock.lease         held by the process that trains in this folder (training/lock.py)
     metrics.jsonl       written by training.meter.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
@@ -53,13 +53,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common import files
-from common.exits import (
-    UserError,
-    before_exit,
-    before_user_error_exit,
-    disk_message,
-    free_space,
-)
+from common.exits import UserError, at_exit, disk_message, free_space, user_message
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
 from training import flags
 from training.lock import InUseError, Lock
@@ -136,8 +130,7 @@ class Run:
 
         self.executor = ThreadPoolExecutor(max_workers=1) if args.async_save else None
         self.pending_save: Future | None = None
-        # A script that ends with a UserError completes its save in the background first.
-        before_user_error_exit.append(self.wait)
+        at_exit.push(self._complete_save)
 
     def remember_flags(self, args: argparse.Namespace, micro_batch_size: int | None) -> None:
         """Write the flags, and the size of a micro-batch, that a resumed run has if none are given.
@@ -178,6 +171,12 @@ class Run:
         if self.pending_save is not None:
             self.pending_save.result()
 
+    def _complete_save(self, _kind, error: BaseException | None, _trace) -> None:
+        """Complete the save in the background before a script ends with an error of the user."""
+        if error is not None and user_message(error) is not None:
+            with contextlib.suppress(Exception):  # which must not hide that error
+                self.wait()
+
     def find_intact(self) -> Path | None:
         """Return the newest intact checkpoint, or None if the folder has no checkpoint.
 
@@ -208,13 +207,9 @@ class Run:
         flag = f"--run-dir {self.folder}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The system releases a flock when the last process that has the file open ends. The
-            # DataLoader's workers have it open, too, and outlive a kill -9 of their rank by some
-            # seconds: so wait. On NFS, the flock of a machine that died stays for 90 seconds: set
-            # RUN_DIR_LOCK_SECONDS to more than that there.
-            self.lock = Lock(self.folder / ".lock")
+            self.lock = Lock(self.folder / ".lock.lease")
             self.lock.acquire(flags.lock_seconds())
-            before_exit.append(self.lock.release)
+            at_exit.callback(self.lock.release)
             self._check_settings(settings, args.resume)
             earlier = read_run(self.folder)["flags"]
             write_json(self.folder / RUN_FILE, {"settings": settings, "flags": earlier})

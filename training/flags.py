@@ -300,19 +300,19 @@ def settings(args: argparse.Namespace, **contents: str | None) -> dict:
         if content is None:
             continue
         flag = f"--{name}" if name in FIXED_FLAGS else name
-        values[flag] = with_hash(values.get(flag, name), content)
+        values[flag] = with_hash(values.get(flag, ""), content)
     return values
 
 
 def with_hash(value: str, content: str) -> str:
     """Return a setting with a hash of the content it stands for: "nano (SHA-256 1b4f0e985197)"."""
     sha256 = hashlib.sha256(content.encode()).hexdigest()
-    return f"{value} (SHA-256 {sha256[:12]})"
+    return f"{value} (SHA-256 {sha256[:12]})".lstrip()
 
 
 def same_setting(one: object, other: object) -> bool:
     """Return whether two values of a setting are equal. Of values with a hash, only that counts."""
-    hashes = [re.search(r" \(SHA-256 (\w+)\)$", str(value)) for value in (one, other)]
+    hashes = [re.search(r"\(SHA-256 (\w+)\)$", str(value)) for value in (one, other)]
     if all(hashes):
         return hashes[0][1] == hashes[1][1]
     return one == other
