@@ -55,7 +55,7 @@ from torch.distributed.fsdp import (
 from torch.nn.utils import clip_grad_norm_
 
 from common import cli, hardware, report, runtime
-from lm import lora, shapes, weights
+from lm import chats, lora, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from training import checkpoint, flags, optim
 from training.batches import PADDING, Batches
@@ -76,8 +76,31 @@ DEFAULTS = {  # of training: eight steps on 29 pairs
 }
 
 
+def encode_answer(
+    chat: chats.Chat, messages: list[dict], position: int, tools: list[dict] | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a prompt, and the ids that the model has to answer with.
+
+    position: index of the answer in messages. The prompt's ids are those that the model is asked
+    with. The last ids of the answer make generation stop.
+
+        [..., {"role": "assistant", "content": "hello"}]
+        prompt  ... <|im_start|> assistant \\n
+        answer  hello <|im_end|> \\n
+    """
+    prompt_text, answer_text = chats.render_answer(chat, messages, position, tools)
+    prompt = chat.encode(prompt_text)
+    turn = chat.encode(prompt_text + answer_text)
+    answer = turn[len(prompt) :]
+    if turn[: len(prompt)] != prompt:  # a token reaches across the border
+        answer = chats.encode_apart(chat, answer_text)
+    if not chat.has_end(answer) and not chats.ends_with_marker(chat, answer_text):
+        answer = answer + chats.encode_end(chat, messages, position, tools)
+    return [*chat.start, *prompt], answer
+
+
 def chat_rows(
-    chat: _finetune.Chat,
+    chat: chats.Chat,
     messages: list[dict],
     tools: list[dict] | None = None,
     first_answer: int = 1,
@@ -100,7 +123,7 @@ def chat_rows(
     for position in range(first_answer, len(messages)):
         if messages[position]["role"] != "assistant":
             continue
-        prompt, answer = _finetune.encode_answer(chat, messages, position, tools)
+        prompt, answer = encode_answer(chat, messages, position, tools)
         earlier_targets = []
         if rows:
             row, targets = rows[-1]
@@ -113,7 +136,7 @@ def chat_rows(
     return rows
 
 
-def continued_length(chat: _finetune.Chat, row: list[int], prompt: list[int]) -> int:
+def continued_length(chat: chats.Chat, row: list[int], prompt: list[int]) -> int:
     """Return how many ids of a row the next prompt begins with: all of them, or else 0.
 
     Phi-3's template ends the last turn with <|end|> and eos, and earlier turns with <|end|> alone.
@@ -219,7 +242,7 @@ def main() -> int:
     mark = f"run of {date.isoformat()}"  # of the folders that this run writes, and may replace
     inputs = parser.input_paths(args)
     runtime.on_rank0(partial(_finetune.check_folders, args, inputs, mark))
-    chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
+    chat = chats.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     # Also with --compile: at the second length torch compiles a block once more, for any length.
     train_rows = _finetune.Rows(corpus.train, args.seq_len)
