@@ -23,10 +23,10 @@ of --data trains. Without flags the script takes eight steps on the pairs of
 07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
 nano on bytes.
 
-Look for: the size of an epoch; which tokens of the first row are targets; planned and measured
-bytes; three held-out questions, answered before and after. The run's folder has adapter/ for peft,
-model/ for programs that read Hugging Face folders, and checkpoints that --resume continues on any
-number of ranks. MFU counts the arithmetic of full training, of which adapters leave out a third.
+Look for: the size of an epoch; which tokens of the first row are targets; three held-out questions,
+answered before and after. The run's folder has adapter/ for peft, model/ for programs that read
+Hugging Face folders, and checkpoints that --resume continues on any number of ranks. MFU counts the
+arithmetic of full training, of which adapters leave out a third.
 Before: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one device;
 09_inference/, to serve model/.
 """
@@ -43,14 +43,13 @@ from common import exits  # before torch: it says what to do without it
 import _finetune
 import torch
 import torch.distributed as dist
-from _bytes_per_rank import bytes_of_training
+from _sharding import bytes_of_training, shard_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    fully_shard,
 )
 from torch.nn.utils import clip_grad_norm_
 
@@ -151,7 +150,7 @@ def continued_length(chat: chats.Chat, row: list[int], prompt: list[int]) -> int
 
 
 def shard_model(model, args, device) -> None:
-    """Shard the model over the ranks, then allocate this rank's shards and read the weights."""
+    """Shard the model as train_fsdp.py does, allocate this rank's shards and read the weights."""
     options = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         # Weights are gathered in args.dtype. Gradients are averaged in fp32.
@@ -165,21 +164,10 @@ def shard_model(model, args, device) -> None:
     if args.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
-    # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
-    for block in model.model.layers.values():
-        if args.compile:
+    if args.compile:  # before a block is sharded
+        for block in model.model.layers.values():
             block.compile(fullgraph=True)
-        fully_shard(block, **options)
-    if not model.config.tie_word_embeddings:
-        # Two groups, so that embedding and head are not gathered at the same time.
-        fully_shard(model.model.embed_tokens, **options)
-        # The gradient of an embedding does not depend on its weight: backward need not gather it.
-        model.model.embed_tokens.set_unshard_in_backward(False)
-        # Backward starts with the head, so it stays gathered after forward.
-        fully_shard([model.model.norm, model.lm_head], **options, reshard_after_forward=False)
-    # The root module. In a tied model it is one more group: embedding, final norm and head.
-    fully_shard(model, **options)
-
+    shard_groups(model, options)
     weights.materialize(
         model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
     )
