@@ -37,8 +37,7 @@ from lm.hf_folder import (
     write_folder,
 )
 from lm.weights import build, random_weight
-from planner import memory, plan, shape
-from training.batches import PADDING, Batches
+from training.batches import PADDING
 from training.digest import local_part
 
 MODEL = "model"  # what finetune.py writes into the folder of a run
@@ -311,49 +310,7 @@ def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
         )
 
 
-# 2 The plan, and the adapters
-
-
-def print_plan(args, config: shapes.Config, batches: Batches, device: torch.device) -> int:
-    """Print what a rank will hold at its peak, and return its bytes, as torch counts them.
-
-    07_memory_tricks/estimate.py prints the same, with formulas.
-    """
-    planned = plan.Plan(
-        on_cpu=device.type != "cuda",
-        gpus=batches.world_size,
-        zero=3,
-        adapters=args.adapters,
-        seq_len=args.seq_len,
-        dtype=args.dtype,
-        compile=args.compile,
-        loss="plain",  # --compile compiles blocks only
-        checkpointing=args.checkpointing,
-        micro_batch_size=batches.micro_batch_size,
-        micro_batches=batches.accumulation_steps,
-    )
-    peak = memory.peak(shape.from_config(args.model, config), planned)
-    allocated = round(peak.allocated_bytes())
-    parts = []
-    for row in peak.rows:
-        size = row[peak.moment]
-        if size:
-            parts.append(f"{row.part} {report.for_people('bytes', size)}")
-    where = "on each rank's GPU" if device.type == "cuda" else "in each rank's memory"
-    line = f"planned: {report.for_people('bytes', allocated)} {where} at the peak: "
-    runtime.print0(report.fold(line + ", ".join(parts)))
-
-    if device.type == "cuda":
-        total = peak.total_bytes()
-        runtime.print0(
-            f"  with CUDA's context, NCCL and fragmentation {report.for_people('bytes', total)}"
-        )
-        if total > torch.cuda.get_device_properties(device).total_memory:
-            runtime.print0(
-                "  more than this GPU has:"
-                " --checkpointing full, --micro-batch-size 1 or --cpu-offload help"
-            )
-    return allocated
+# 2 The adapters
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ from torch.nn.utils import clip_grad_norm_
 from common import cli, hardware, report, runtime
 from lm import chats, lora, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
-from training import checkpoint, flags, optim
+from training import checkpoint, flags, micro_batch, optim
 from training.batches import PADDING, Batches
 from training.digest import digest
 from training.meter import Meter
@@ -253,7 +253,8 @@ def main() -> int:
         lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
-    planned_bytes = _finetune.print_plan(args, config, batches, device)
+    estimate_flags = f"--zero 3 --adapters {args.adapters}" if args.adapters else "--zero 3"
+    micro_batch.explain_out_of_memory(args, device, estimate_flags, batches.micro_batch_size)
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
         model,
@@ -361,7 +362,6 @@ def main() -> int:
     # 7. Write the folders for other programs, and the summary.
     receipt = {
         "val_loss_before": val_loss_before,
-        "planned_bytes": planned_bytes,
         "weights_sha256": digests[0],
         **bytes_per_rank,
     }
