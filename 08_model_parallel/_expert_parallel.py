@@ -45,7 +45,7 @@ def experts_per_rank(experts: int, ranks: int) -> int:
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise UserError for sizes that cannot be split over the ranks, before any rank starts."""
-    ranks = runtime.world_size_after_relaunch(args.device)
+    ranks = lesson.world_size_after_relaunch(args.device)
     if (ranks - 1) * experts_per_rank(args.experts, ranks) >= args.experts:
         use = math.ceil(args.experts / ranks) * ranks
         raise UserError(

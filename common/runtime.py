@@ -8,7 +8,6 @@ import ctypes
 import hashlib
 import os
 import random
-import shlex
 import signal
 import sys
 import warnings
@@ -74,17 +73,6 @@ def ranks() -> Ranks:
             "LOCAL_RANK at most RANK; start with torchrun"
         )
     return Ranks(rank, world_size, local_rank)
-
-
-def world_size_after_relaunch(device: str, on_cpu: int = 2) -> int:
-    """Return how many ranks this job has, or will have when `relaunch` has started them.
-
-    A script calls this before `relaunch`, to find out early that its flags do not fit the ranks.
-    """
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return ranks().world_size
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return gpus if gpus > 1 else on_cpu
 
 
 def refuse_tasks_without_rank() -> None:
@@ -170,7 +158,7 @@ def device_type(name: str, relaunches: bool = False) -> str:
     """Return cuda, mps or cpu: what `--device name` will mean for this script.
 
     A script calls it for defaults that depend on the device, before it has one. `relaunches` is for
-    a script that calls `relaunch`: on a machine with one GPU its ranks are on the CPU.
+    a script that calls `lesson.relaunch`: on a machine with one GPU its ranks are on the CPU.
     """
     if name != "auto":
         return name
@@ -294,33 +282,6 @@ def shutdown() -> None:
     # hold the GIL and wait for threads that need the GIL (PyTorch #56297).
     _left_groups.append(dist.group.WORLD)
     dist.destroy_process_group()
-
-
-def relaunch(device: str, on_cpu: int = 2) -> None:
-    """Restart this script under torchrun, so that plain `python script.py` has several ranks.
-
-    There is one rank per GPU, or `on_cpu` ranks on the CPU. Call it before init_process_group.
-    Under torchrun it returns at once. Otherwise it does not return: torchrun replaces this process.
-    Raise UserError for `--device cuda` with fewer than two GPUs.
-    """
-    if "RANK" in os.environ:
-        return
-    refuse_tasks_without_rank()
-    timeout()  # raises here, once, if its environment variable is wrong
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "cuda" and gpus < 2:
-        raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
-    processes = world_size_after_relaunch(device, on_cpu)
-    device_flag = ["--device", "cuda" if gpus > 1 else "cpu"]
-    # device_flag comes last: argparse takes the last --device of a command line
-    arguments = [f"--nproc_per_node={processes}", "--standalone", *sys.argv, *device_flag]
-    command_line = shlex.join(["torchrun", *arguments])
-    print(f"This script needs several ranks; restarting as\n  {command_line}", flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, but with a warning
-    # --local-addr of torchrun, which would ask for the address of this machine's name: it may have
-    # none, and is not needed here
-    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
 def join_fake_ranks(rank: int, world_size: int) -> torch.device:
