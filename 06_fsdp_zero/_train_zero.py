@@ -157,7 +157,7 @@ class Run(checkpoint.Run):
                 raise OSError(str(error)) from None
             raise
         if runtime.is_rank0() and config is not None:
-            checkpoint.write_json(folder / "config.json", config)
+            files.write_json(folder / "config.json", config)
 
         runtime.all_gather(None)  # now the files of all ranks are there
         rank, world_size, _ = runtime.ranks()

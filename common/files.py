@@ -12,6 +12,7 @@ that is on its way out is TARGET-xxxxxxxx.old.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -46,6 +47,19 @@ def complete_file(file: Path, mode: str = "w", scratch: Path | None = None) -> I
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_json(file: Path, value: object, **options) -> None:
+    """Write a value as JSON: see complete_file. `options` are those of json.dumps.
+
+    A device, such as /dev/null, is written to and not replaced.
+    """
+    text = json.dumps(value, indent=1, **options) + "\n"
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
+        return
+    with complete_file(file) as stream:
+        stream.write(text)
 
 
 def start_folder(target: Path) -> Path:
