@@ -1,25 +1,11 @@
 """Count the bytes that a rank holds for training, and compute what ZeRO makes it hold and send."""
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of memory behind these tensors on this rank.
-
-    Tensors that share memory count once. Of a DTensor, the local shard counts.
-    """
-    bytes_by_storage = {}
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        storage = tensor.untyped_storage()
-        bytes_by_storage[storage._cdata] = storage.nbytes()  # _cdata is the storage's address
-    return sum(bytes_by_storage.values())
+from common.measure import held_bytes
 
 
 def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:

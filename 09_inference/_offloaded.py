@@ -3,10 +3,8 @@
 import argparse
 import json
 import logging
-import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import cli, exits, lesson, report, runtime
+from common import cli, exits, hardware, lesson, measure, report, runtime
 from common.exits import UserError
 from lm import shapes, weights
 from lm.weight_files import INDEX, StoredWeights
@@ -89,7 +87,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of a module's parameters. Tied weights count once."""
-    return sum(weight.nbytes for weight in module.parameters())
+    return measure.held_bytes(module.parameters())
 
 
 def cache_bytes(config: shapes.Config, dtype: torch.dtype, text: _generate.Text) -> int:
@@ -111,17 +109,15 @@ def free_bytes(args: argparse.Namespace, device: torch.device) -> dict[int | str
     --memory limits the GPUs, or the CPU where there is none. In a dry run for GPUs the CPU takes
     the rest: its memory is not known here.
     """
-    import psutil
-
     limit = limit_bytes(args)
     if args.world_size is not None:
         return dict.fromkeys(range(args.world_size), limit) | {"cpu": 2**60}
-    host_bytes = psutil.virtual_memory().available
+    host_bytes = hardware.free_bytes(torch.device("cpu"))
     if device.type != "cuda":
         return {"cpu": limit or host_bytes}
     room = {}
     for gpu in range(torch.cuda.device_count()):
-        room[gpu] = limit or torch.cuda.mem_get_info(gpu)[0]
+        room[gpu] = limit or hardware.free_bytes(torch.device("cuda", gpu))
     return room | {"cpu": host_bytes}
 
 
@@ -162,13 +158,7 @@ def pin(layer: nn.Module) -> None:
 
 def fits_twice(net: nn.Module, layers: list[nn.Module], device: torch.device) -> bool:
     """Return whether all layers take at most half of the memory that is free on the device."""
-    import psutil
-
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = psutil.virtual_memory().available
-    return sum(map(weight_bytes, layers)) <= free / 2
+    return sum(map(weight_bytes, layers)) <= hardware.free_bytes(device) / 2
 
 
 def row_of(name: str, net: nn.Module, stream) -> dict:
@@ -364,45 +354,7 @@ def steps_of_transformers(net: nn.Module) -> tuple[Callable, Callable]:
 # --- zero3
 
 
-def import_deepspeed(device: torch.device):
-    """Return the package, for this device and in the process group that is there."""
-    # read by the import; else it takes a GPU wherever it finds one
-    os.environ["DS_ACCELERATOR"] = device.type
-    # read by zero.Init, also in one process without torchrun
-    os.environ.setdefault("LOCAL_RANK", "0")
-    logging.disable(logging.INFO)  # the import itself logs, to stdout
-    import deepspeed
-
-    logging.disable(logging.NOTSET)
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    # names that torch has since changed
-    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
-    # On a CPU it would compile an all-reduce through shared memory, which takes two minutes and is
-    # not used here.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
-    return deepspeed
-
-
-@torch.no_grad()
-def fill(deepspeed, net: nn.Module, args: argparse.Namespace) -> None:
-    """Fill the model with the weights of the folder, or with random ones.
-
-    Rank 0 reads them tensor by tensor, and each rank keeps its shard.
-    """
-    stored = weights.open_weights(args.model, net.config)
-    for name, parameter in net.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if not runtime.is_rank0():
-                continue
-            if stored is None:
-                weight = weights.random_weight(name, parameter.ds_shape, args.seed)
-            else:
-                weight = stored.read(name)
-            parameter.copy_(weight)
-
-
-def held_bytes(net: nn.Module) -> dict[str, int]:
+def shard_bytes(net: nn.Module) -> dict[str, int]:
     """Return the bytes of this rank's shards, by where they are.
 
     A norm counts as its shard. The full norms that every rank also keeps do not count.

@@ -6,7 +6,6 @@ A matrix is read or drawn, quantized in chunks of rows, checked, and forgotten b
 import os
 from collections.abc import Callable
 
-import psutil
 import torch
 import torch.nn.functional as F
 from _generate import DTYPES
@@ -16,7 +15,7 @@ from common import hardware, measure, report
 from common.exits import UserError
 from lm import model, shapes
 from lm.weight_files import EMBEDDING, HEAD
-from lm.weights import build, open_weights, random_weight
+from lm.weights import DRAWN_ON_CPU, build, open_weights, random_weight
 from planner import inference
 from planner.shape import from_config
 
@@ -28,7 +27,6 @@ except ModuleNotFoundError:  # torch's build for CPUs comes without Triton
     tl = None
 
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
-DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
 
 # Quantizing takes this many bytes for each weight of a chunk. Its largest moment is in
 # Int4Linear.quantize: the chunk in fp32 (4 bytes), the same padded to whole groups (4), codes in
@@ -148,9 +146,7 @@ def check_room(
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the model before this one took is free again
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
+    free = hardware.free_bytes(device)
     room = ROOM * free - cache_bytes
     planned = planned_bytes(args, config, weights)
     if planned <= room:
@@ -292,7 +288,7 @@ def load(
     net.model._fill_rope_tables()
     held = list(net.parameters())
     held += [buffer for name, buffer in net.named_buffers() if "rope" not in name]
-    weight_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+    weight_bytes = measure.held_bytes(held)
     peak = live.peak - before
     allowed = weight_bytes + one_matrix
     if layer is not None:

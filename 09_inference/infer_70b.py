@@ -59,13 +59,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from common import cli, lesson, runtime
+from common import cli, lesson, measure, runtime
 from lm import model, shapes, weights
-
-# Up to so many parameters the CPU draws random weights, which are then the same on every device. A
-# larger model draws them on its GPUs: for llama-70b a CPU would take a quarter of an hour.
-DRAWN_ON_CPU = 2e9
-
 
 # --- 1. the shards
 
@@ -103,7 +98,7 @@ def load_model(args, config: shapes.Config, device: torch.device) -> model.Trans
     net = weights.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
     if dist.get_world_size() > 1:
         shard_model(net, dist.get_world_size(), device.type)
-    is_large = shapes.parameter_count(config) > DRAWN_ON_CPU
+    is_large = shapes.parameter_count(config) > weights.DRAWN_ON_CPU
     if args.model in shapes.SIZES and is_large:
         weights.check_weights_fit(net, f"--model {args.model}", device)
         draw_on_device(net, args.seed + dist.get_rank(), device)
@@ -118,7 +113,7 @@ def draw_on_device(net: model.Transformer, seed: int, device: torch.device) -> N
     net.tie_weights()  # to_empty has made two parameters of one
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in net.parameters():
-        shard = helper.local(parameter)
+        shard = measure.local_part(parameter)
         if shard.ndim > 1:
             shard.normal_(std=0.02, generator=generator)
         else:

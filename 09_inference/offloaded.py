@@ -62,7 +62,7 @@ import torch
 from torch import Tensor, nn
 
 from common import lesson, measure, runtime
-from lm import model, shapes, weights
+from lm import model, shapes, weights, zero
 
 # --- 1. stream: two buffers on the device
 
@@ -241,7 +241,7 @@ def shard(args, config: shapes.Config, device: torch.device) -> nn.Module:
 
     Each tensor is sharded as soon as it is made. A full tensor exists only while it is used.
     """
-    deepspeed = helper.import_deepspeed(device)
+    deepspeed = zero.import_deepspeed(device)
     embedding_size = config.vocab_size * config.hidden_size
     layer_size = (shapes.parameter_count(config) - embedding_size) // config.num_hidden_layers
     settings = {
@@ -261,7 +261,7 @@ def shard(args, config: shapes.Config, device: torch.device) -> nn.Module:
     }
     with deepspeed.zero.Init(config_dict_or_path=settings):
         net = model.Transformer(config)
-    helper.fill(deepspeed, net, args)
+    zero.fill_weights(net, args.model, args.seed)
     net.requires_grad_(False)
     # fills the tables of the rotary embedding again: zero.Init has rounded them to 16 bits
     net.to(device)
@@ -303,7 +303,7 @@ def by_zero3(
     world_size = runtime.ranks().world_size
     dtype = _generate.DTYPES[args.dtype]
     engine = shard(args, config, device)
-    row = helper.held_bytes(engine.module)
+    row = helper.shard_bytes(engine.module)
     held = row["gpu_bytes"] + row["cpu_bytes"]
     planned = 0
     for weight in weights.build(args.model, config, seed=0, device="meta").parameters():

@@ -20,6 +20,10 @@ from training.digest import local_part
 ROWS_PER_GENERATOR = 256  # rows of a random matrix that are drawn together
 # Of each parameter in training: weight, gradient, and the two moments of AdamW, in fp32.
 TRAINING_BYTES = 16
+# Up to so many parameters the CPU draws random weights, which are then the same on every device.
+# Inference with a larger model draws them on its GPUs: a CPU would take a quarter of an hour for
+# llama-70b.
+DRAWN_ON_CPU = 2e9
 BAR_DELAY = 2.0  # seconds after which a progress bar appears
 
 
