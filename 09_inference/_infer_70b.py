@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable
 
 import torch
-from _generate import DTYPES, Text
+from _prompts import Text
 from torch import nn
 
 from common import cli, exits, measure, report, runtime
 from common.report import table
+from common.runtime import DTYPES
 from lm import model, shapes
 from lm.weights import build
 from planner import inference

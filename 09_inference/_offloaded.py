@@ -9,14 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import _generate
+import _prompts
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import cli, exits, hardware, lesson, measure, report, runtime
+from common import cli, exits, files, hardware, lesson, measure, report, runtime
 from common.exits import UserError
+from common.runtime import DTYPES
 from lm import shapes, weights
+from lm.generate import Generated, StaticCache, generate, sample
 from lm.weight_files import INDEX, StoredWeights
 
 ON_DEVICE = "all on the device"
@@ -34,7 +36,7 @@ def parse_flags(doc: str) -> argparse.Namespace:
 
     On a GPU the model is so large that copying a layer takes longer than launching its kernels.
     """
-    flags = _generate.parser(doc)
+    flags = _prompts.parser(doc)
     flags.add_argument("--by", choices=("stream", "device-map", "zero3"), default="stream")
     flags.add_argument(
         "--memory",
@@ -90,7 +92,7 @@ def weight_bytes(module: nn.Module) -> int:
     return measure.held_bytes(module.parameters())
 
 
-def cache_bytes(config: shapes.Config, dtype: torch.dtype, text: _generate.Text) -> int:
+def cache_bytes(config: shapes.Config, dtype: torch.dtype, text: _prompts.Text) -> int:
     """Return the bytes of the keys and values of all prompts and answers."""
     values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return values_per_token * dtype.itemsize * text.length * len(text.prompts)
@@ -124,7 +126,7 @@ def free_bytes(args: argparse.Namespace, device: torch.device) -> dict[int | str
 # --- stream
 
 
-def layers_that_stay(net: nn.Module, args: argparse.Namespace, text: _generate.Text) -> int:
+def layers_that_stay(net: nn.Module, args: argparse.Namespace, text: _prompts.Text) -> int:
     """Return how many layers fit on the device beside all that must be there, by --memory.
 
     Embedding, norm, head, the KV cache and two buffers must be there. Without --memory no layer
@@ -272,12 +274,12 @@ def load_with_map(
     from transformers import AutoModelForCausalLM
 
     folder = temporary_folder()
-    dtype = _generate.DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     stored = weights.open_weights(args.model, config)
     needed_bytes = 0  # links
     if stored is None:
         needed_bytes = shapes.parameter_count(config) * dtype.itemsize
-    with _generate.room_for(needed_bytes, folder):
+    with files.room_for(needed_bytes, folder):
         content = json.dumps(shapes.config_json(config))
         (folder / "config.json").write_text(content, encoding="utf-8")
         if stored is None:  # random weights
@@ -287,7 +289,7 @@ def load_with_map(
         else:
             link_weight_files(stored, folder)
     try:
-        with _generate.room_for(0, folder):
+        with files.room_for(0, folder):
             net, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
@@ -318,7 +320,7 @@ def link_weight_files(stored: StoredWeights, folder: Path) -> None:
 
 
 def steps_of_transformers(net: nn.Module) -> tuple[Callable, Callable]:
-    """Return prefill and decode as _generate.steps_of does, with transformers' growing cache.
+    """Return prefill and decode as steps_of does, with transformers' growing cache.
 
     Prompts are padded on the right. The mask hides the padding from every later token, and
     positions do not count it.
@@ -385,7 +387,7 @@ def rows_of_rank(batch: int, device: torch.device) -> Tensor:
 
 
 def steps_of_rank(
-    engine: nn.Module, cache: _generate.StaticCache, batch: int, device: torch.device
+    engine: nn.Module, cache: StaticCache, batch: int, device: torch.device
 ) -> tuple[Callable, Callable]:
     """Return prefill and decode that compute this rank's prompts, and give every rank all logits.
 
@@ -419,27 +421,27 @@ def steps_of_rank(
 
 def answer(
     steps: tuple[Callable, Callable],
-    text: _generate.Text,
+    text: _prompts.Text,
     args: argparse.Namespace,
     device: torch.device,
     new_tokens: int | None = None,
-) -> _generate.Generated:
+) -> Generated:
     """Answer all prompts as one batch, with --max-new-tokens or fewer."""
     prefill, decode = steps
     generator = torch.Generator(device).manual_seed(args.seed)
-    return _generate.generate(
+    return generate(
         prefill,
         decode,
         text.prompts,
         max_new_tokens=min(new_tokens or args.max_new_tokens, args.max_new_tokens),
-        choose=partial(_generate.sample, args=args, generator=generator),
+        choose=partial(sample, args=args, generator=generator),
         device=device,
         stop=text.stop,
         model=f"--model {args.model}",
     )
 
 
-def add_results(row: dict, results: list[_generate.Generated]) -> None:
+def add_results(row: dict, results: list[Generated]) -> None:
     """Add the tokens of the last answer to a row, and the medians of the times of all answers."""
     last = results[-1]
     decoded = sum(len(ids[1:]) for ids in last.token_ids)  # the prefill has given the first ones

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from _generate import DTYPES
 from torch import Tensor, nn
 
 from common import hardware, measure, report
 from common.exits import UserError
+from common.runtime import DTYPES
 from lm import model, shapes
 from lm.weight_files import EMBEDDING, HEAD
 from lm.weights import DRAWN_ON_CPU, build, open_weights, random_weight

@@ -39,28 +39,16 @@ from common import exits  # before torch: it says what to do without it
 import _infer_70b as helper
 import torch
 import torch.distributed as dist
-from _generate import (
-    DTYPES,
-    Generated,
-    StaticCache,
-    Text,
-    check_tokens,
-    choose_dtype,
-    compiled,
-    generate,
-    parser,
-    sample,
-    say_if_random,
-    speed,
-    steps_of,
-)
+from _prompts import Text, check_tokens, choose_dtype, parser, say_if_random
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from common import cli, lesson, measure, runtime
+from common.runtime import DTYPES
 from lm import model, shapes, weights
+from lm.generate import Generated, StaticCache, compiled, generate, sample, speed, steps_of
 
 # --- 1. the shards
 

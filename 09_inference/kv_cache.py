@@ -47,11 +47,13 @@ from common import exits  # before torch: it says what to do without it
 
 import _kv_cache as helper
 import torch
-from _generate import DTYPES, Text, check_tokens, choose_dtype, generate, parser, sample
+from _prompts import Text, check_tokens, choose_dtype, parser
 from torch import Tensor, nn
 
 from common import cli, lesson, measure
+from common.runtime import DTYPES
 from lm import model, shapes, weights
+from lm.generate import generate, sample
 
 BLOCK = 16  # tokens
 ROUNDS = 3

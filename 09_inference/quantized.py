@@ -35,24 +35,14 @@ from common import exits  # before torch: it says what to do without it
 import _quantized
 import torch
 import torch.nn.functional as F
-from _generate import (
-    DTYPES,
-    StaticCache,
-    Text,
-    check_tokens,
-    compiled,
-    generate,
-    parser,
-    sample,
-    say_if_random,
-    speed,
-    steps_of,
-)
+from _prompts import Text, check_tokens, parser, say_if_random
 from _quantized import tl, triton_jit, triton_operator
 from torch import Tensor, nn
 
 from common import lesson, measure, report
+from common.runtime import DTYPES
 from lm import shapes
+from lm.generate import StaticCache, compiled, generate, sample, speed, steps_of
 
 MATVEC_ROWS = 2  # of activations. With more, the kernel takes longer to compute than to read.
 

@@ -173,7 +173,7 @@ def multiply_int8(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 def multiply_int8_compiled(x: Tensor, layer: nn.Module) -> Tensor:
     """Multiply as Int8Linear in a compiled decode step, which converts the codes as it reads them.
 
-    The options are those of `compiled` in 09_inference/_generate.py.
+    The options are those of `compiled` in lm/generate.py.
     """
     options = {"coordinate_descent_tuning": True}
     multiply = torch.compile(multiply_int8, dynamic=False, options=options)
