@@ -27,6 +27,7 @@ memory bandwidth. Previous: 08_model_parallel/tensor_parallel.py, the same shard
 offloaded.py.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from common import cli, lesson, measure, runtime
 from common.runtime import DTYPES
 from lm import model, shapes, weights
-from lm.generate import Generated, StaticCache, compiled, generate, sample, speed, steps_of
+from lm.generate import (
+    BUCKET,
+    Generated,
+    StaticCache,
+    compile_blocks,
+    generate,
+    sample,
+    speed,
+    steps_of,
+)
 
 # --- 1. the shards
 
@@ -125,7 +135,46 @@ def same_on_all_ranks(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     return choose_together
 
 
-# --- 3. the answer
+# --- 3. the decode step as CUDA graphs
+
+
+def captured(decode: Callable, cache: StaticCache) -> Callable:
+    """Return a decode step that is one launch, so that no kernel waits for Python.
+
+    A CUDA graph reads and writes fixed addresses, so each step copies its inputs there. Attention
+    reads the slots in use, rounded up: there is one graph for each multiple of BUCKET slots.
+    """
+    graphs = {}
+    pool = torch.cuda.graph_pool_handle()  # all graphs share the memory of their activations
+    all_slots = cache.slots
+
+    def replay(ids: Tensor, positions: Tensor) -> Tensor:
+        cache.filled += 1
+        slot_count = math.ceil(cache.filled / BUCKET) * BUCKET
+        if slot_count not in graphs:
+            cache.slots = all_slots[:slot_count]
+            graphs[slot_count] = capture(decode, ids.clone(), positions.clone(), pool)
+            cache.slots = all_slots  # prefill reads all slots
+        graph, static_ids, static_positions, logits = graphs[slot_count]
+        static_ids.copy_(ids)
+        static_positions.copy_(positions)
+        graph.replay()
+        return logits
+
+    return replay
+
+
+def capture(decode: Callable, static_ids: Tensor, static_positions: Tensor, pool: tuple) -> tuple:
+    """Return the CUDA graph of a decode step, its inputs and its output."""
+    decode(static_ids, static_positions)  # compiles; the replay writes the same to the cache again
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: another thread of the process, such as NCCL's, may call CUDA meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        logits = decode(static_ids, static_positions)
+    return graph, static_ids, static_positions, logits
+
+
+# --- 4. the answer
 
 
 def read_flags():
@@ -158,8 +207,11 @@ def run(
         ranks=ranks,
     )
     prefill, decode = steps_of(net, cache)
-    if args.compile:
-        (decode,) = compiled(net, cache, decode)
+    if args.compile and device.type == "cuda":
+        compile_blocks(net)
+        decode = captured(decode, cache)
+    elif args.compile:
+        decode = torch.compile(decode, dynamic=False)
 
     def answer(max_new_tokens: int, on_tokens=None) -> Generated:
         generator = torch.Generator(device).manual_seed(args.seed)

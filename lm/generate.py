@@ -137,27 +137,34 @@ def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
 def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Callable]:
     """Return compiled versions of steps that take (ids, positions).
 
-    A step is compiled once, because the cache keeps its addresses and its shape. On a GPU a block
-    is compiled, whose code serves all blocks, and then the whole step is captured as a CUDA graph,
-    so that no kernel waits for Python.
+    A step is compiled once, because the cache keeps its addresses and its shape. On a GPU the
+    blocks are compiled, and then the whole step is captured as a CUDA graph, so that no kernel
+    waits for Python.
     """
     if not cache.slots.is_cuda:
         return [torch.compile(step, dynamic=False) for step in steps]
+    compile_blocks(net)
+    return [captured(step, cache) for step in steps]
+
+
+def compile_blocks(net: nn.Module) -> None:
+    """Compile one block for a GPU. Its code serves all blocks.
+
+    The hooks of tensor-parallel blocks differ, so these are not compiled.
+    """
+    if hasattr(next(net.parameters()), "placements"):
+        return
     options = {
         # a matmul with one row becomes a sum, without a tensor of converted weights
         "coordinate_descent_tuning": True,
         # q, k and v in one kernel, gate and up in another
         "combo_kernels": True,
     }
-    # The hooks of tensor-parallel blocks differ, so the code of one block would not serve all.
-    is_tensor_parallel = hasattr(next(net.parameters()), "placements")
-    if not is_tensor_parallel:
-        for block in net.model.layers.values():
-            for name, module in block.named_modules():
-                if name.endswith("_proj"):
-                    module.register_forward_pre_hook(store_input)
-            block.compile(fullgraph=True, options=options)
-    return [captured(step, cache) for step in steps]
+    for block in net.model.layers.values():
+        for name, module in block.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(store_input)
+        block.compile(fullgraph=True, options=options)
 
 
 def store_input(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
