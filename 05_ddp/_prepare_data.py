@@ -13,6 +13,7 @@ import numpy as np
 
 from common import cli, exits, files, report
 from lm import corpus
+from lm.tokenizer import open_tokenizer
 
 CPU = SimpleNamespace(type="cpu")  # stands for torch.device: this script does not import torch
 PARTS = "parts"  # the folder in --out with what is not joined yet
@@ -165,9 +166,7 @@ def first_texts(
 
 def compare_with_transformers(train: np.ndarray, texts: list[str], about: dict) -> float | None:
     """Assert that transformers makes the same first tokens. Return its tokens per CPU second."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(about["tokenizer"])
+    tokenizer = open_tokenizer(about["tokenizer"])
     began = time.process_time()
     tokens_of_texts = []
     for text in texts:

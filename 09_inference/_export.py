@@ -24,6 +24,7 @@ from common import lesson, measure
 from common.exits import UserError
 from lm import data, model, shapes, stdlib_text
 from lm.generate import StaticCache, generate, steps_of
+from lm.tokenizer import has_tokenizer, open_tokenizer
 from lm.weights import build
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -160,7 +161,7 @@ def fits_gguf(name: str, config: shapes.Config) -> bool:
         return False
     file = Path(name, "tokenizer.json")
     if not file.is_file():
-        return not _prompts.tokenizer_files(name)  # without a tokenizer it reads bytes
+        return not has_tokenizer(name)  # without a tokenizer it reads bytes
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     words = tokenizer.get("pre_tokenizer") or {}
     return (
@@ -551,9 +552,7 @@ def add_vocabulary(writer, config: shapes.Config, folder: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     if (folder / "tokenizer.json").is_file():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = open_tokenizer(folder, "--model")
         tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}

@@ -29,12 +29,12 @@ from lm import stdlib_text
 from lm.corpus import (
     documents,
     encoder,
-    has_tokenizer,
     load_tokenizer,
     open_tokens,
     sources,
 )
 from lm.stdlib_text import HELD_OUT
+from lm.tokenizer import has_tokenizer
 from training.lock import Lock
 
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all
