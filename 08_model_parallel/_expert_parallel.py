@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common import lesson, runtime
 from common.exits import UserError
-from common.measure import Traffic, relative_error
+from common.measure import Traffic, local_part, relative_error
 from lm import shapes
 
 LAST_STEPS = 3  # of a run: they alone count for the busiest expert and rank
@@ -164,11 +164,6 @@ class Step:
     kept: Tensor  # [layers, ranks, experts]
     errors: dict[str, float]  # by hand, from one process
     torch_errors: dict[str, float]  # with DTensor, from by hand
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a DTensor, and any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def part_of_rank(name: str, full: Tensor) -> Tensor:
