@@ -39,7 +39,7 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> dict:
             for tensor in state.values():
                 if tensor.ndim == 0:  # the number of steps
                     continue
-                own_bytes += measure.local_part(tensor).nbytes
+                own_bytes += runtime.local_shard(tensor).nbytes
     bytes_per_rank = runtime.all_gather(own_bytes)
     return {
         "optimizer_bytes_per_rank": bytes_per_rank,

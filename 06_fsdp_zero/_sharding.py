@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from common.measure import held_bytes
+from common.runtime import held_bytes
 
 
 def shard_groups(model: nn.Module, options: dict) -> None:

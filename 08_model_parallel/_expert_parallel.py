@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common import lesson, runtime
 from common.exits import UserError
-from common.measure import Traffic, local_part, relative_error
+from common.measure import Traffic, relative_error
 from lm import shapes
 
 LAST_STEPS = 3  # of a run: they alone count for the busiest expert and rank
@@ -192,7 +192,7 @@ def compare_step(
     full_gradients = []
     for name, parameter in one_process.named_parameters():
         full_gradients.append(part_of_rank(name, parameter.grad))
-    torch_gradients = [local_part(weight.grad) for weight in by_torch.parameters()]
+    torch_gradients = [runtime.local_shard(weight.grad) for weight in by_torch.parameters()]
     counts = [mixture.routing.counts for mixture in mixtures(one_process)]
     return Step(
         values=[value.item() for value in values],
@@ -222,7 +222,7 @@ def compare_weights(
     full_weights = []
     for name, parameter in one_process.named_parameters():
         full_weights.append(part_of_rank(name, parameter))
-    torch_weights = [local_part(parameter) for parameter in by_torch.parameters()]
+    torch_weights = [runtime.local_shard(parameter) for parameter in by_torch.parameters()]
     step.errors["weights"] = relative_error(weights, full_weights)
     step.torch_errors["weights"] = relative_error(torch_weights, weights)
     for target in (weights, torch_weights):

@@ -11,7 +11,7 @@ import torch
 from _prompts import Text
 from torch import nn
 
-from common import cli, exits, measure, report, runtime
+from common import cli, exits, report, runtime
 from common.report import table
 from common.runtime import DTYPES
 from lm import model, shapes
@@ -57,7 +57,7 @@ def printer(text: Text) -> Callable[[list[int | None]], None]:
 
 def held_bytes(net: nn.Module) -> int:
     """Return the bytes of this rank's weights. A tied weight counts once."""
-    return measure.held_bytes(net.parameters())
+    return runtime.held_bytes(net.parameters())
 
 
 def bytes_read_per_step(net: nn.Module) -> int:
@@ -67,7 +67,7 @@ def bytes_read_per_step(net: nn.Module) -> int:
     """
     size = held_bytes(net)
     if not net.config.tie_word_embeddings:
-        size -= measure.local_part(net.model.embed_tokens.weight).nbytes
+        size -= runtime.local_shard(net.model.embed_tokens.weight).nbytes
     return size
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import cli, exits, files, hardware, lesson, measure, report, runtime
+from common import cli, exits, files, hardware, lesson, report, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import shapes, weights
@@ -89,7 +89,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of a module's parameters. Tied weights count once."""
-    return measure.held_bytes(module.parameters())
+    return runtime.held_bytes(module.parameters())
 
 
 def cache_bytes(config: shapes.Config, dtype: torch.dtype, text: _prompts.Text) -> int:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import hardware, measure, report
+from common import hardware, measure, report, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import matvec, shapes
@@ -236,7 +236,7 @@ def facts_of_loading(net: nn.Module, peak: int, beside: int) -> dict:
     """
     held = list(net.parameters())
     held += [buffer for name, buffer in net.named_buffers() if "rope" not in name]
-    weight_bytes = measure.held_bytes(held)
+    weight_bytes = runtime.held_bytes(held)
     allowed = weight_bytes + beside
     assert peak <= allowed, (
         f"loading took {peak:,} bytes, {weight_bytes:,} are held, {allowed:,} were planned"

@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from common import cli, lesson, measure, runtime
+from common import cli, lesson, runtime
 from common.runtime import DTYPES
 from lm import model, shapes, weights
 from lm.generate import (
@@ -111,7 +111,7 @@ def draw_on_device(net: model.Transformer, seed: int, device: torch.device) -> N
     net.tie_weights()  # to_empty has made two parameters of one
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in net.parameters():
-        shard = measure.local_part(parameter)
+        shard = runtime.local_shard(parameter)
         if shard.ndim > 1:
             shard.normal_(std=0.02, generator=generator)
         else:

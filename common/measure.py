@@ -18,23 +18,6 @@ from common import report, runtime
 # --- memory
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, and any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of memory behind these tensors on this rank.
-
-    Tensors that share memory count once. Of a DTensor, the local shard counts.
-    """
-    bytes_by_storage = {}
-    for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
-        bytes_by_storage[storage._cdata] = storage.nbytes()  # _cdata is the storage's address
-    return sum(bytes_by_storage.values())
-
-
 class LiveBytes:
     """Count the bytes of the tensors that are alive: `now`, and `peak` since this object was made.
 

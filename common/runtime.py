@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -313,6 +313,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor()
     return tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of memory behind these tensors on this rank.
+
+    Tensors that share memory count once. Of a DTensor, the local shard counts.
+    """
+    bytes_by_storage = {}
+    for tensor in tensors:
+        storage = local_shard(tensor).untyped_storage()
+        bytes_by_storage[storage._cdata] = storage.nbytes()  # _cdata is the storage's address
+    return sum(bytes_by_storage.values())
 
 
 def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
