@@ -4,19 +4,20 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
 
 import numpy as np
 
 from common import cli, exits, files, report
-from lm import corpus
+from lm import corpus, token_folder
 
 CPU = SimpleNamespace(type="cpu")  # stands for torch.device: this script does not import torch
 PARTS = "parts"  # the folder in --out with what is not joined yet
-RESULTS = ("source.json", "corpus.json", "train.npy", "held_out.npy")
+RESULTS = ("source.json", *token_folder.NAMES)
+# What a part holds of each document, beside its tokens. Copies have the same hash.
+DOCUMENT = np.dtype([("hash", np.uint64), ("bytes", np.int64), ("tokens", np.int64)])
 COMPARED_BYTES = 2**20  # of text, which transformers tokenizes as well
 
 
@@ -107,12 +108,6 @@ def row_group_sizes(path: str) -> list[int]:
     return sizes
 
 
-def write_npy_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
-    """Write the header of a .npy file of `count` elements."""
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(file, header)
-
-
 def open_out(out: Path) -> None:
     """Create --out and the folder of its parts. Raise UserError if there are files of others."""
     if not (out / "source.json").exists():
@@ -133,39 +128,43 @@ def read_source(out: Path) -> list:
 
 def finished_part(out: Path, number: int, dtype: str) -> dict | None:
     """Return the counts of a part, or None if it is not finished or has lost files."""
+    part = out / f"{PARTS}/{number:06}"
     try:
-        counts = json.loads((out / f"{PARTS}/{number:06}.json").read_text(encoding="utf-8"))
-        for side in ("train", "held_out"):
-            size = (out / f"{PARTS}/{number:06}.{side}").stat().st_size
-            if size != counts[side] * np.dtype(dtype).itemsize:
+        counts = json.loads(part.with_suffix(".json").read_text(encoding="utf-8"))
+        for name, item in (("tokens", np.dtype(dtype)), ("documents", DOCUMENT)):
+            if part.with_suffix(f".{name}").stat().st_size != counts[name] * item.itemsize:
                 return None
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return counts
 
 
+def read_table(out: Path, number: int) -> np.ndarray:
+    """Return what a part holds of its documents, as DOCUMENT."""
+    return np.fromfile(out / f"{PARTS}/{number:06}.documents", DOCUMENT)
+
+
 # --- results
 
 
-def first_texts(
-    origins: Iterable, column: str, longest: int, is_held_out: Callable[[bytes], bool]
-) -> list[str]:
-    """Return the training documents in the first COMPARED_BYTES of the input."""
+def compare_with_transformers(out: Path, documents: Iterable[tuple[bytes, int]]) -> float | None:
+    """Assert that transformers makes the same first tokens. Return its tokens per CPU second.
+
+    `documents` are those of the input, each with its side. Those in the first COMPARED_BYTES are
+    compared.
+    """
+    from transformers import AutoTokenizer
+
+    about, train, _ = token_folder.read(out, f"--out {out}", "delete the folder")
     texts = []
     size = 0
-    for origin in origins:
-        for document in corpus.documents(origin, column, longest=longest):
-            size += len(document)
-            if size > COMPARED_BYTES:
-                return texts
-            if not is_held_out(document):
-                texts.append(document.decode())
-    return texts
-
-
-def compare_with_transformers(train: np.ndarray, texts: list[str], about: dict) -> float | None:
-    """Assert that transformers makes the same first tokens. Return its tokens per CPU second."""
-    from transformers import AutoTokenizer
+    for document, side_of_document in documents:
+        size += len(document)
+        if size > COMPARED_BYTES:
+            break
+        for side, text in token_folder.split(document, side_of_document):
+            if side == token_folder.TRAIN:
+                texts.append(text.decode(errors="replace"))
 
     tokenizer = AutoTokenizer.from_pretrained(about["tokenizer"])
     began = time.process_time()
@@ -191,21 +190,20 @@ def compare_with_transformers(train: np.ndarray, texts: list[str], about: dict) 
 def report_summary(
     args: argparse.Namespace,
     about: dict,
-    parts: list[dict],
+    counts: list[dict],
     reference_tokens_per_second: float | None,
     began: float,
 ) -> None:
-    """Print the summary and write --json. `parts` is empty if the folder was complete before."""
+    """Print the summary and write --json. `counts` is empty if the folder was complete before."""
     text_bytes = None
     cpu_seconds = None
     tokens_per_second = None
     worker_peak = None
-    if parts:
-        text_bytes = sum(counts["text_bytes"] for counts in parts)
-        cpu_seconds = sum(counts["cpu_seconds"] for counts in parts)
-        tokens = sum(counts["train"] + counts["held_out"] for counts in parts)
-        tokens_per_second = tokens / cpu_seconds
-        worker_peak = max(counts["peak_memory_bytes"] for counts in parts)
+    if counts:
+        text_bytes = sum(part["text_bytes"] for part in counts)
+        cpu_seconds = sum(part["cpu_seconds"] for part in counts)
+        tokens_per_second = sum(part["tokens"] for part in counts) / cpu_seconds
+        worker_peak = max(part["peak_memory_bytes"] for part in counts)
     summary = {
         **about,
         "tokens": about["train_tokens"] + about["held_out_tokens"],

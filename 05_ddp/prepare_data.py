@@ -5,8 +5,9 @@ compressed file, or a file of a data set on the hub. A worker process turns one 
 tokens, in files of its own. At the end the parts are joined, in order.
 
 A part depends on the input alone. So the processes exchange no text, and more text takes no more
-memory. After a kill the same command makes only the parts that are missing, with any number of
-workers, and the tokens are the same.
+memory, except for about 70 bytes for each document when the parts are joined. After a kill the
+same command makes only the parts that are missing, with any number of workers, and the tokens are
+the same.
 
     laptop    python 05_ddp/prepare_data.py
     one node  python 05_ddp/prepare_data.py --data web/ --tokenizer models/smollm2-135m --out tokens
@@ -16,8 +17,8 @@ workers, and the tokens are the same.
                   --data tokens --model models/smollm2-135m
 
 The folder has train.npy and held_out.npy, all tokens in one row as uint8, uint16 or uint32, and
-corpus.json. Each document ends with the tokenizer's end-of-text token. About 5 % of the documents
-are held out, by a hash of their text.
+corpus.json. Each document ends with the tokenizer's end-of-text token. 5 % of the text is held out:
+the documents with the lowest hashes, as in a training script that reads the text itself.
 
 What to look at: the token that ends a document. In a chat model it ends a turn; --end-token names
 another one. The tokens per CPU second, here and with transformers.
@@ -27,6 +28,7 @@ Previous: train.py. Next: 06_fsdp_zero/.
 
 import ctypes
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,6 +39,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -49,12 +52,10 @@ import _prepare_data as helper
 import numpy as np
 
 from common import files, report
-from lm import corpus, stdlib_text
+from lm import corpus, token_folder
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it
 TEXT_BYTES = 2**20  # a longer text file becomes several documents
-COPY_BYTES = 2**20  # read at once when parts are joined
-SIDES = ("train", "held_out")
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send to this process when its parent dies
 
 
@@ -114,24 +115,19 @@ def make_part(number: int, part: Part, out: Path, column: str) -> dict:
     The counts are also written, as the last file: a part that has this file is complete.
     """
     began = time.process_time()
-    counts = {"documents": 0, "text_bytes": 0, "train": 0, "held_out": 0}
+    counts = {"documents": 0, "text_bytes": 0, "tokens": 0}
     with (
-        complete_file(out, f"{helper.PARTS}/{number:06}.train") as train,
-        complete_file(out, f"{helper.PARTS}/{number:06}.held_out") as held_out,
+        complete_file(out, f"{helper.PARTS}/{number:06}.tokens") as tokens_file,
+        complete_file(out, f"{helper.PARTS}/{number:06}.documents") as documents_file,
     ):
-        for span in part:
-            for document in corpus.documents(
-                span.origin, column, span.start, span.stop, TEXT_BYTES
-            ):
-                tokens = encode(document)  # of start_worker
-                if is_held_out(document):
-                    held_out.write(tokens)
-                    counts["held_out"] += len(tokens)
-                else:
-                    train.write(tokens)
-                    counts["train"] += len(tokens)
-                counts["documents"] += 1
-                counts["text_bytes"] += len(document)
+        for document in documents_of([part], column):
+            tokens = encode(document)  # of start_worker
+            tokens_file.write(tokens)
+            entry = (token_folder.hash_of(document), len(document), len(tokens))
+            documents_file.write(np.array(entry, helper.DOCUMENT))
+            counts["documents"] += 1
+            counts["text_bytes"] += len(document)
+            counts["tokens"] += len(tokens)
     counts["cpu_seconds"] = time.process_time() - began
     counts["peak_memory_bytes"] = report.peak_memory_bytes(helper.CPU)
     with complete_file(out, f"{helper.PARTS}/{number:06}.json") as file:
@@ -139,13 +135,11 @@ def make_part(number: int, part: Part, out: Path, column: str) -> dict:
     return counts
 
 
-def is_held_out(document: bytes) -> bool:
-    """Return True for 5 % of all texts.
-
-    It depends on the text alone, so copies of a document are never on both sides.
-    """
-    digest = hashlib.sha256(document).digest()
-    return int.from_bytes(digest[:8], "big") < stdlib_text.HELD_OUT * 2**64
+def documents_of(parts: list[Part], column: str) -> Iterator[bytes]:
+    """Yield the documents of parts."""
+    for part in parts:
+        for span in part:
+            yield from corpus.documents(span.origin, column, span.start, span.stop, TEXT_BYTES)
 
 
 @contextmanager
@@ -224,55 +218,51 @@ def start_worker(parent: int, definition: str, about: dict) -> None:
 # --- 4. join the parts
 
 
-def join(out: Path, parts: list[dict], about: dict) -> None:
-    """Write the tokens of all parts, in order, as train.npy and held_out.npy.
+def join(args, parts: list[Part], definition: str, about: dict) -> np.ndarray:
+    """Choose what is held out, and write the tokens of all parts, in order, to the folder.
 
-    corpus.json comes last: a folder that has it is complete.
+    Return the side of each document: see choose_sides.
     """
-    dtype = np.dtype(about["dtype"])
-    documents = sum(counts["documents"] for counts in parts)
-    train_tokens = sum(counts["train"] for counts in parts)
-    tokens = train_tokens + sum(counts["held_out"] for counts in parts)
-    if not any(counts["text_bytes"] for counts in parts):
+    numbers = range(len(parts))
+    hashes = np.concatenate([helper.read_table(args.out, number)["hash"] for number in numbers])
+    sizes = np.concatenate([helper.read_table(args.out, number)["bytes"] for number in numbers])
+    if not sizes.any():
         raise exits.UserError("--data holds no text")
-    # With few documents, the hashes may hold out none of them, or most of the text. Then the last
-    # tokens are held out.
-    if train_tokens == tokens or train_tokens < tokens / 2:
-        train_tokens = int(tokens * (1 - stdlib_text.HELD_OUT))
+    sides = token_folder.choose_sides(args.data, hashes, sizes)
 
-    sha256 = hashlib.sha256()
+    # A document that is cut becomes two, which have other tokens: read its text again.
+    is_cut = sides == token_folder.CUT
+    texts = documents_of(parts, args.column) if is_cut.any() else itertools.repeat(b"")
+    encode = lru_cache(corpus.encoder(definition, about))  # such a document may have many copies
+    about = {**about, "documents": len(sides) + int(is_cut.sum())}
+
     end_tokens = 0
-    train_bytes_left = train_tokens * dtype.itemsize
-    with complete_file(out, "train.npy") as train, complete_file(out, "held_out.npy") as held_out:
-        helper.write_npy_header(train, dtype, train_tokens)
-        helper.write_npy_header(held_out, dtype, tokens - train_tokens)
-        for block in blocks_of_parts(out, len(parts)):
-            train.write(block[:train_bytes_left])
-            held_out.write(block[train_bytes_left:])
-            train_bytes_left = max(0, train_bytes_left - len(block))
-            sha256.update(block)
-            end_tokens += np.count_nonzero(np.frombuffer(block, dtype) == about["end_id"])
-
-    if about["end_id"] is not None:
-        assert end_tokens == documents, f"{end_tokens} end-of-text tokens for {documents} documents"
-    content = {
-        **about,
-        "sha256": sha256.hexdigest(),
-        "documents": documents,
-        "train_tokens": train_tokens,
-        "held_out_tokens": tokens - train_tokens,
-    }
-    with complete_file(out, "corpus.json") as file:
-        file.write(json.dumps(content).encode())
+    scratch = args.out / helper.PARTS
+    with (
+        exits.writing("the tokens", args.out),
+        token_folder.writer(args.out, about, scratch) as write,
+    ):
+        all_tokens = tokens_of_documents(args.out, len(parts), np.dtype(about["dtype"]))
+        for tokens, side, text in zip(all_tokens, sides.tolist(), texts, strict=False):
+            pieces = [(side, tokens)]
+            if side == token_folder.CUT:
+                pieces = [(part, encode(piece)) for part, piece in token_folder.split(text, side)]
+            for side_of_piece, tokens_of_piece in pieces:
+                write(side_of_piece, tokens_of_piece)
+                end_tokens += np.count_nonzero(tokens_of_piece == about["end_id"])
+        if about["end_id"] is not None:
+            assert end_tokens == about["documents"], (
+                f"{end_tokens} end-of-text tokens for {about['documents']} documents"
+            )
+    return sides
 
 
-def blocks_of_parts(out: Path, count: int) -> Iterator[bytes]:
-    """Yield the tokens of all parts as bytes: all for training, then all held out."""
-    for side in SIDES:
-        for number in range(count):
-            with open(out / f"{helper.PARTS}/{number:06}.{side}", "rb") as file:
-                while block := file.read(COPY_BYTES):
-                    yield block
+def tokens_of_documents(out: Path, count: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document, in the order of the parts."""
+    for number in range(count):
+        with open(out / f"{helper.PARTS}/{number:06}.tokens", "rb") as file:
+            for length in helper.read_table(out, number)["tokens"].tolist():
+                yield np.frombuffer(file.read(length * dtype.itemsize), dtype)
 
 
 # --- the program
@@ -308,19 +298,20 @@ def main() -> int:
             f"--out {args.out} is of other data, flags or tokenizer: delete it, or name another"
         )
 
-    parts = []
+    counts = []
+    reference_tokens_per_second = None
     if not (args.out / "corpus.json").exists():
-        spans = list(split_into_parts(sources.origins))
-        parts = make_missing_parts(spans, args, definition, about)
-        join(args.out, parts, about)
+        parts = list(split_into_parts(sources.origins))
+        counts = make_missing_parts(parts, args, definition, about)
+        sides = join(args, parts, definition, about)
+        if args.tokenizer != "bytes":
+            reference_tokens_per_second = helper.compare_with_transformers(
+                args.out, zip(documents_of(parts, args.column), sides, strict=True)
+            )
     files.delete(args.out / helper.PARTS)
 
-    about, train, _ = corpus.open_tokens(args.out, f"--out {args.out}", "delete the folder")
-    reference_tokens_per_second = None
-    if about["tokenizer"] != "bytes":
-        texts = helper.first_texts(sources.origins, args.column, TEXT_BYTES, is_held_out)
-        reference_tokens_per_second = helper.compare_with_transformers(train, texts, about)
-    helper.report_summary(args, about, parts, reference_tokens_per_second, began)
+    about, _, _ = token_folder.read(args.out, f"--out {args.out}", "delete the folder")
+    helper.report_summary(args, about, counts, reference_tokens_per_second, began)
     return 0
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
-from lm import corpus, model, shapes
+from lm import corpus, model, shapes, token_folder
 from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
 from lm.weight_files import EMBEDDING, HEAD, untied
 from training import run_folder
@@ -321,7 +321,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
     tokens = Path(data, "corpus.json")  # a folder that 05_ddp/prepare_data.py made
     if not tokens.exists():
         return "bytes"
-    about, _, _ = corpus.open_tokens(Path(data), f"--data {data}", "add --tokenizer")
+    about, _, _ = token_folder.read(Path(data), f"--data {data}", "add --tokenizer")
     return about["tokenizer"]
 
 

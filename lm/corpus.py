@@ -269,39 +269,6 @@ def _encode_bytes(document: bytes) -> np.ndarray:
     return np.frombuffer(text + b"\0", "uint8")
 
 
-def open_tokens(folder: Path, where: str, fix: str) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Open a folder of tokens; return its corpus.json and the memory-mapped train and held_out.
-
-    Raise UserError if a file is missing, truncated or not what the others say. `where` starts the
-    message, and `fix` ends it.
-    """
-    name = "corpus.json"
-    try:
-        about = json.loads((folder / name).read_text(encoding="utf-8"))
-        for key in ("tokenizer", "vocabulary_sha256", "sha256"):
-            if not isinstance(about[key], str):
-                raise ValueError(f"{key} is {about[key]!r}")
-        if not isinstance(about["vocab_size"], int):
-            raise ValueError(f"vocab_size is {about['vocab_size']!r}")
-        dtype = np.dtype(about["dtype"])
-
-        tokens = {}
-        for part in ("train", "held_out"):
-            name = f"{part}.npy"
-            tokens[part] = np.load(folder / name, mmap_mode="r")
-            shape = (about.get(f"{part}_tokens", tokens[part].size),)
-            if tokens[part].shape != shape or tokens[part].dtype != dtype:
-                raise ValueError(
-                    f"it has {tokens[part].dtype} {tokens[part].shape}, "
-                    f"and corpus.json says {dtype} {shape}"
-                )
-    except Exception as error:  # numpy raises many types for a damaged file
-        raise UserError(
-            f"{where}: {name} is missing or damaged ({type(error).__name__}: {error}): {fix}"
-        ) from None
-    return about, tokens["train"], tokens["held_out"]
-
-
 class Sources(NamedTuple):
     """The files or the data set that --data refers to."""
 
