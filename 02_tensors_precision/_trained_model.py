@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common import cli, files, report
 from common.exits import UserError
 from lm import data, shapes, weights
-from lm.corpus import has_tokenizer
+from lm.tokenizer import has_tokenizer, open_tokenizer
 from training import batches as training_batches
 from training.batches import PADDING
 
@@ -198,9 +198,7 @@ def space_token(model: str) -> int:
     """Return the token of a space, for the tokenizer that starting_model reads with."""
     if not has_tokenizer(model):
         return ord(" ")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = open_tokenizer(model, "--model")
     return tokenizer.encode(" ", add_special_tokens=False)[0]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from common import cli, exits, files, report
 from lm import corpus, token_folder
+from lm.tokenizer import open_tokenizer
 
 CPU = SimpleNamespace(type="cpu")  # stands for torch.device: this script does not import torch
 PARTS = "parts"  # the folder in --out with what is not joined yet
@@ -153,8 +154,6 @@ def compare_with_transformers(out: Path, documents: Iterable[tuple[bytes, int]])
     `documents` are those of the input, each with its side. Those in the first COMPARED_BYTES are
     compared.
     """
-    from transformers import AutoTokenizer
-
     about, train, _ = token_folder.read(out, f"--out {out}", "delete the folder")
     texts = []
     size = 0
@@ -166,7 +165,7 @@ def compare_with_transformers(out: Path, documents: Iterable[tuple[bytes, int]])
             if side == token_folder.TRAIN:
                 texts.append(text.decode(errors="replace"))
 
-    tokenizer = AutoTokenizer.from_pretrained(about["tokenizer"])
+    tokenizer = open_tokenizer(about["tokenizer"])
     began = time.process_time()
     tokens_of_texts = []
     for text in texts:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from common.exits import UserError
 from lm import corpus, model, shapes, token_folder
 from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
+from lm.tokenizer import has_tokenizer, open_tokenizer, tokenizer_in_errors
 from lm.weight_files import EMBEDDING, HEAD, untied
 from training import run_folder
 
@@ -270,7 +271,7 @@ def find_tokenizer(given: str | None, named: str | None, path: Path, config: dic
     """
     if given is None:
         for place in (named, path):
-            if place and corpus.has_tokenizer(place):
+            if place and has_tokenizer(place):
                 return str(place)
         if not run_folder.read_settings(path.parent):
             return None
@@ -292,7 +293,7 @@ def find_tokenizer(given: str | None, named: str | None, path: Path, config: dic
         ) from None
     if about["vocab_size"] > config["vocab_size"]:
         raise UserError(
-            f"{corpus.tokenizer_in_errors(name)} has {about['vocab_size']} tokens, and the model "
+            f"{tokenizer_in_errors(name)} has {about['vocab_size']} tokens, and the model "
             f"in {path} has {config['vocab_size']}: add --tokenizer, with the one of its training"
         )
     return name
@@ -308,7 +309,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
         return settings["--tokenizer"]
 
     model_name = without_hash(settings["--model"])
-    if corpus.has_tokenizer(model_name):
+    if has_tokenizer(model_name):
         return model_name
     if model_name not in shapes.SIZES and not Path(model_name).exists():
         return None
@@ -359,10 +360,7 @@ def save_tokenizer(name: str | None, folder: Path, origin: str) -> None:
     if Path(name).is_dir():
         copy_tokenizer(Path(name), folder)
     elif name != "bytes":
-        from transformers import AutoTokenizer
-
-        with corpus.as_user_error(corpus.tokenizer_in_errors(name)):
-            AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+        open_tokenizer(name).save_pretrained(folder)
     keep_generation_config(origin, name, folder)
 
 

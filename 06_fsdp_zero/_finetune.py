@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from common import cli, exits, files, report, runtime
 from lm import data, lora, model, reference, shapes, stdlib_text
-from lm.corpus import has_tokenizer, largest_id, tokenizer_in_errors
 from lm.hf_folder import (
     copy_tokenizer,
     keep_generation_config,
@@ -39,6 +38,13 @@ from lm.hf_folder import (
     tokenizer_files,
     write_adapter,
     write_folder,
+)
+from lm.tokenizer import (
+    has_tokenizer,
+    largest_id,
+    open_tokenizer,
+    stop_ids,
+    tokenizer_in_errors,
 )
 from lm.weights import build, random_weight
 from planner import memory, plan, shape
@@ -271,7 +277,7 @@ class Chat:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     end: int  # the tokenizer's eos
-    stops: frozenset[int]  # ids at which generation stops: eos, and the model's others
+    stops: frozenset[int]  # ids at which generation stops: some models have several
     special: frozenset[int]  # ids of special tokens: one of these ends each answer
     vocab_size: int
     start: tuple[int, ...] = ()  # ids with which the tokenizer begins each prompt, such as bos
@@ -315,13 +321,8 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
     without_tokenizer = Path(name).exists() and not has_tokenizer(name)
     if name == "bytes" or name in shapes.SIZES or without_tokenizer:
         return byte_chat()
-    from transformers import AutoTokenizer
-
     where = tokenizer_in_errors(name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise exits.UserError(f"{where}: {error}") from None
+    tokenizer = open_tokenizer(name)
     if tokenizer.eos_token is None:
         raise exits.UserError(f"{where} needs an eos_token: it ends an answer")
 
@@ -341,14 +342,14 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:
             special.add(token_id)
-    stops = {tokenizer.eos_token_id, *read_stops(name)}
+    stops = stop_ids(name, tokenizer, flag="--tokenizer")
     return Chat(
         template=template,
         render=render,
         encode=partial(tokenizer.encode, add_special_tokens=False, verbose=False),
         decode=tokenizer.decode,
         end=tokenizer.eos_token_id,
-        stops=frozenset(stops),
+        stops=stops,
         special=frozenset(special | stops),
         vocab_size=largest_id(tokenizer.get_vocab()) + 1,
         start=start,
@@ -437,20 +438,6 @@ def with_texts(message: dict) -> dict:
         return message
     calls = [with_arguments_as(str, call) for call in message["tool_calls"]]
     return message | {"content": message["content"] or "", "tool_calls": calls}
-
-
-def read_stops(folder: str) -> list[int]:
-    """Return the eos ids in a model's folder: some models, such as GLM-4, stop at several."""
-    stops = []
-    for file in ("config.json", "generation_config.json"):
-        path = Path(folder, file)
-        if path.is_file():
-            content = parse_json(path.read_text(encoding="utf-8"), f"--tokenizer {path}")
-            found = content.get("eos_token_id")
-            if isinstance(found, int):
-                found = [found]
-            stops.extend(found or [])
-    return stops
 
 
 def check_keys(chat: Chat, conversation: Conversation) -> None:

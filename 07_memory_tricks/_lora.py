@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common import measure
 from common.exits import UserError
 from lm import data
-from lm.corpus import has_tokenizer, largest_id
+from lm.tokenizer import has_tokenizer, largest_id, open_tokenizer
 from training.batches import PADDING, Batches
 
 INSTRUCTIONS = Path(__file__).with_name("lora_instructions.jsonl")
@@ -90,9 +90,7 @@ def make_batches(corpus: data.Corpus, seq_len: int, batch_size: int) -> Batches:
 
 def instruction_task(folder: str, batch_size: int, steps: int) -> Task:
     """Return the instructions, in the chat template of the tokenizer in this folder."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = open_tokenizer(folder, "--model")
     if tokenizer.chat_template is None:
         raise UserError(
             f"--model {folder}: its tokenizer has no chat template, and instructions need one"

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from common import lesson, measure
 from common.exits import UserError
 from lm import data, model, shapes, stdlib_text
+from lm.tokenizer import has_tokenizer, open_tokenizer
 from lm.weights import build
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -159,7 +160,7 @@ def fits_gguf(name: str, config: shapes.Config) -> bool:
         return False
     file = Path(name, "tokenizer.json")
     if not file.is_file():
-        return not _generate.tokenizer_files(name)  # without a tokenizer it reads bytes
+        return not has_tokenizer(name)  # without a tokenizer it reads bytes
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     words = tokenizer.get("pre_tokenizer") or {}
     return (
@@ -550,9 +551,7 @@ def add_vocabulary(writer, config: shapes.Config, folder: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     if (folder / "tokenizer.json").is_file():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = open_tokenizer(folder, "--model")
         tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}

@@ -6,9 +6,7 @@ greedy tokens in fp32 as transformers' generate.
 
 import argparse
 import contextlib
-import json
 import math
-import os
 import reprlib
 import shutil
 import time
@@ -25,6 +23,7 @@ from common import cli, hardware, measure, report, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import reference, shapes, weights
+from lm.tokenizer import generation_settings, has_tokenizer, open_tokenizer, stop_ids
 
 DEFAULT_PROMPT = "def main():"
 # A model with at most so many parameters is small: its --dtype auto is fp32, and its tokens are
@@ -38,16 +37,6 @@ READ_EVERY = 8
 LEAST_TEMPERATURE = 1e-5
 # A model without a tokenizer reads bytes. It may have some tokens more, such as padding.
 MOST_BYTE_TOKENS = 320
-# Files of tokenizers. One of them in a folder says that its model does not read bytes.
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "*.model",
-)
 # Keys of generation_config.json that change greedy tokens, and the values that change nothing. None
 # of them is applied here.
 GREEDY_KEYS = {
@@ -532,12 +521,12 @@ class Text:
             self.prompts.append(ids)
 
         self.length = cache_length(max(map(len, self.prompts)), args, config, ahead)
-        settings = GenerationSettings(args.model)
-        self.folder_stop = settings.stop_tokens()
-        self.stop = stop_tokens(self.tokenizer, self.folder_stop)
-        self.not_applied = settings.not_applied()
+        self.folder_stop = stop_ids(args.model)
+        self.stop = stop_ids(args.model, self.tokenizer)
+        file, settings = generation_settings(args.model)
+        self.not_applied = not_applied(settings)
         if self.not_applied:
-            runtime.print0(f"not applied, from {settings.file}: {self.not_applied}")
+            runtime.print0(f"not applied, from {file}: {self.not_applied}")
 
     def check_vocabulary(self, ids: Iterable[int], where: str) -> None:
         """Raise UserError if a token is not in the model's vocabulary.
@@ -610,34 +599,8 @@ def check_sampling_flags(args: argparse.Namespace) -> None:
 
 
 def read_tokenizer(model: str, flag: str = "--model"):
-    """Return the tokenizer in a model's folder, or None if the folder has none.
-
-    Raise UserError if the folder has files of a tokenizer that cannot be read.
-    """
-    files = tokenizer_files(model)
-    if not files:
-        return None
-    from transformers import AutoTokenizer  # a slow import, which bytes do not need
-
-    fix = "copy tokenizer.json and tokenizer_config.json into the folder again"
-    if not any(name.startswith("tokenizer") for name in files):
-        fix = f"convert {' and '.join(files)} to tokenizer.json, or copy that file into the folder"
-    with as_user_error(f"{flag} {model}: its tokenizer cannot be read", fix):
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    # some classes come without any file, and then have special tokens alone
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(f"{flag} {model}: its tokenizer has no tokens for text: {fix}")
-    return tokenizer
-
-
-def tokenizer_files(model: str) -> list[str]:
-    """Return the names of the files of a tokenizer in a model's folder."""
-    if model in shapes.SIZES:
-        return []
-    names = set()
-    for pattern in TOKENIZER_FILES:
-        names.update(file.name for file in Path(model).glob(pattern))
-    return sorted(names)
+    """Return the tokenizer in a model's folder, or None if the folder has none."""
+    return open_tokenizer(model, flag) if has_tokenizer(model) else None
 
 
 def check_reads_bytes(model: str, config: shapes.Config) -> None:
@@ -711,63 +674,14 @@ def cache_length(
     return math.ceil(length / 16) * 16
 
 
-def stop_tokens(tokenizer, folder_stop: frozenset[int]) -> frozenset[int]:
-    """Return the token ids that end an answer: those of the folder, and the tokenizer's."""
-    stop = set(folder_stop)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        stop.add(tokenizer.eos_token_id)
-    return frozenset(stop)
-
-
-class GenerationSettings:
-    """Settings that transformers' generate reads from the folder of a model.
-
-    They are in generation_config.json. If there is no such file, config.json counts instead.
-    """
-
-    def __init__(self, model: str) -> None:
-        """Read the settings. Raise UserError if the file cannot be read."""
-        self.model = model
-        self.file = "generation_config.json"
-        self.content = {}
-        if model in shapes.SIZES:
-            return
-        path = Path(model) / self.file
-        if os.path.lexists(path):  # a link to a missing file cannot be read, which is an error
-            with as_user_error(
-                f"--model {model}: {self.file} cannot be read", "download it again, or delete it"
-            ):
-                self.content = json.loads(path.read_bytes())
-                if not isinstance(self.content, dict):
-                    raise TypeError("it is no JSON object")
-        else:
-            self.file = "config.json"
-            self.content = shapes.read_config_json(model)
-
-    def stop_tokens(self) -> frozenset[int]:
-        """Return the token ids of eos_token_id, which is one id, a list of ids or null.
-
-        Raise UserError if it is anything else.
-        """
-        value = self.content.get("eos_token_id")
-        if value is None:
-            return frozenset()
-        ids = value if isinstance(value, list) else [value]
-        if any(type(token) is not int for token in ids):
-            raise UserError(
-                f"--model {self.model}: {self.file} has eos_token_id {value!r}: "
-                "write a token id or a list of token ids"
-            )
-        return frozenset(ids)
-
-    def not_applied(self) -> str:
-        """Return the settings that change greedy tokens, with their values, or ""."""
-        settings = []
-        for key, neutral_values in GREEDY_KEYS.items():
-            value = self.content.get(key)
-            if value is not None and value not in neutral_values:
-                settings.append(f"{key} {reprlib.repr(value)}")
-        return ", ".join(settings)
+def not_applied(settings: dict) -> str:
+    """Return the settings of generate that change greedy tokens, with their values, or ""."""
+    found = []
+    for key, neutral_values in GREEDY_KEYS.items():
+        value = settings.get(key)
+        if value is not None and value not in neutral_values:
+            found.append(f"{key} {reprlib.repr(value)}")
+    return ", ".join(found)
 
 
 def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.device) -> str:

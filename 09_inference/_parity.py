@@ -10,6 +10,7 @@ from torch import Tensor
 from common import hardware, report
 from common.exits import UserError
 from lm import data, model, shapes
+from lm.tokenizer import has_tokenizer
 from training.batches import Batches
 
 PROMPT_TOKENS = 64
@@ -47,7 +48,7 @@ def load_text(args) -> tuple[shapes.Config, data.Corpus]:
             f"--new-tokens {args.new_tokens} after prompts of {PROMPT_TOKENS} is over the limit of "
             f"--model {args.model}, {limit}: use at most {limit - PROMPT_TOKENS}"
         )
-    if _generate.read_tokenizer(args.model) is None:
+    if not has_tokenizer(args.model):
         _generate.check_reads_bytes(args.model, config)
         tokenizer = "bytes"
     else:

@@ -21,23 +21,13 @@ import numpy as np
 
 from common.exits import UserError
 from lm import stdlib_text
+from lm.tokenizer import largest_id, open_tokenizer, tokenizer_in_errors
 from training.run_folder import is_checkpoint, is_run_folder, is_settings_of_run
 
 # File types that are read.
 TEXTS = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".parquet")
 COMPRESSED = (".gz", ".zst", ".bz2")  # behind one of the others, as in .jsonl.gz
-
-# Files of a folder from which transformers may make a tokenizer.
-TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
 
 # Characters to tokenize at once. Tokenizing takes 110 to 170 bytes of memory per byte of text.
 PIECE = 2**18
@@ -70,36 +60,6 @@ def as_user_error(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {type(error).__name__}: {error}") from None
 
 
-def tokenizer_in_errors(name: str) -> str:
-    """Return how an error calls a tokenizer. A folder may be that of --model, so name no flag."""
-    if Path(name).is_dir():
-        return f"the tokenizer in {name}"
-    return f"--tokenizer {name}"
-
-
-def _check_folder_exists(name: str) -> None:
-    """Raise UserError if `name` can only be a folder, and there is none.
-
-    transformers would look for it on the Hub, and try again for 45 seconds without a network. A
-    name on the Hub has at most two parts, such as "gpt2" and "openai-community/gpt2".
-    """
-    path = Path(name)
-    is_only_a_path = (
-        path.is_absolute()
-        or name.startswith((".", "~"))
-        or len(path.parts) > 2
-        or path.parts[0] == "models"  # the folder of this repository
-    )
-    if is_only_a_path and not path.exists():
-        hint = ". `make model` makes it" if name.rstrip("/") == "models/smollm2-135m" else ""
-        raise UserError(f"--tokenizer {name}: no such folder{hint}")
-
-
-def has_tokenizer(folder: str | Path) -> bool:
-    """Return whether a folder has files of a tokenizer. If not, its model reads bytes."""
-    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_PATTERNS)
-
-
 def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
     """Load a tokenizer: "bytes", or a Hugging Face name or folder.
 
@@ -123,15 +83,12 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
         vocabulary = {"\0": 0}
         eos_token = "\0"
     else:
-        _check_folder_exists(name)
+        tokenizer = open_tokenizer(name)
         with as_user_error(tokenizer_in_errors(name)):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(name)
             definition = tokenizer.backend_tokenizer.to_str()
-            vocabulary = tokenizer.get_vocab()
-            vocab_size = largest_id(vocabulary) + 1
-            eos_token = tokenizer.eos_token
+        vocabulary = tokenizer.get_vocab()
+        vocab_size = largest_id(vocabulary) + 1
+        eos_token = tokenizer.eos_token
 
     if end_token and end_token not in vocabulary:
         raise UserError(f"--end-token {end_token} is no token of --tokenizer {name}")
@@ -147,14 +104,6 @@ def load_tokenizer(name: str, end_token: str | None = None) -> tuple[str, dict]:
         "end_id": vocabulary.get(end_token),
     }
     return definition, about
-
-
-def largest_id(vocabulary: dict[str, int]) -> int:
-    """Return the largest token id. Ids can have gaps, so it can be more than the number of tokens.
-
-    Tokenizers get gaps when tokens are removed, or are added behind reserved ids.
-    """
-    return max(vocabulary.values(), default=0)
 
 
 def _smallest_dtype(vocab_size: int) -> str:

@@ -24,7 +24,8 @@ from common import files
 from common.exits import UserError
 from common.runtime import all_gather, print0
 from lm import token_folder
-from lm.corpus import documents, encoder, has_tokenizer, load_tokenizer, sources
+from lm.corpus import documents, encoder, load_tokenizer, sources
+from lm.tokenizer import has_tokenizer
 from training.lock import Lock
 
 # A training script tokenizes a text of at most so many bytes: it uses one process and holds all

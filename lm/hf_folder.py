@@ -13,6 +13,7 @@ from torch import Tensor
 from common import files, runtime
 from common.exits import UserError, writing
 from lm import shapes
+from lm.tokenizer import open_tokenizer
 
 LARGEST_FILE = 2e9  # bytes of tensors in a .safetensors file, all of which rank 0 holds at once
 # The files of a folder that are copied beside other weights: tokenizer, chat templates, generation.
@@ -204,11 +205,9 @@ def _ids_of_tokenizer(name: str) -> dict[str, int | None]:
     """Return the ids of bos, eos and pad of a tokenizer. They are None if it cannot be loaded."""
     if name == "bytes":
         return dict(BYTE_IDS)
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception:  # tokenizers raises Exception itself
+        tokenizer = open_tokenizer(name)
+    except UserError:
         return dict.fromkeys(SPECIAL_IDS)
     return {key: getattr(tokenizer, key) for key in SPECIAL_IDS}
 

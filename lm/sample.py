@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.exits import UserError
 from common.runtime import is_rank0
 from lm.data import Corpus
+from lm.tokenizer import open_tokenizer
 
 PROMPT_TOKENS = 64  # at most, of the first held-out sequence
 NEW_TOKENS = 48  # at most
@@ -81,11 +83,9 @@ def decoder(tokenizer: str) -> Callable[[list[int]], str] | None:
     """
     if tokenizer == "bytes":
         return decode_bytes
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).decode
-    except Exception:  # transformers raises many types
+        return open_tokenizer(tokenizer, download=False).decode
+    except UserError:
         return None
 
 

@@ -541,6 +541,17 @@ def test_a_template_that_cannot_be_trained_on_is_refused(tmp_path, models, templ
     assert_refused(result, "line 1", word)
 
 
+@pytest.mark.parametrize(("eos", "word"), [("<|im_end|>", "'<|im_end|>'"), ([[3]], "[[3]]")])
+def test_a_stop_token_that_is_no_id_is_refused(tmp_path, models, eos, word):
+    """As the scripts of 09_inference do, which would ask the trained model."""
+    shutil.copytree(models(CHATML).folder, tmp_path / "model")
+    settings = json.dumps({"eos_token_id": eos})
+    (tmp_path / "model/generation_config.json").write_text(settings, encoding="utf-8")
+    (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
+    result = run(SCRIPT, tmp_path, *FLAGS, "--model", "model")
+    assert_refused(result, "generation_config.json", word)
+
+
 def test_tool_calls_that_the_template_leaves_out_are_refused(tmp_path, models):
     (tmp_path / "chats.jsonl").write_text(lines([{"messages": CALLED}]), encoding="utf-8")
     result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(LEAVES_OUT).folder)
