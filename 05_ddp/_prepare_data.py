@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from common import cli, exits, files, report
-from lm import corpus, token_folder
+from lm import documents, token_folder
 from lm.tokenizer import open_tokenizer
 
 CPU = SimpleNamespace(type="cpu")  # stands for torch.device: this script does not import torch
@@ -72,9 +72,9 @@ def parse_args(doc: str) -> argparse.Namespace:
     return args
 
 
-def find_sources(args: argparse.Namespace) -> corpus.Sources:
+def find_sources(args: argparse.Namespace) -> documents.Sources:
     """Find what --data refers to. Raise UserError for a file whose type is not read."""
-    sources = corpus.sources(args.data, args.config, args.split, outputs=[args.out])
+    sources = documents.find(args.data, args.config, args.split, outputs=[args.out])
     if sources.other_files:
         raise exits.UserError(
             f"--data {args.data} holds {sources.other_files[0]}, which cannot be read: "
@@ -95,18 +95,6 @@ def print_end_token(args: argparse.Namespace, about: dict) -> None:
 
 
 # --- files
-
-
-def row_group_sizes(path: str) -> list[int]:
-    """Return the bytes of each row group of a .parquet file."""
-    with corpus.as_user_error(f"--data {path}"):
-        from pyarrow import parquet
-
-        metadata = parquet.ParquetFile(path).metadata
-    sizes = []
-    for group in range(metadata.num_row_groups):
-        sizes.append(metadata.row_group(group).total_byte_size)
-    return sizes
 
 
 def open_out(out: Path) -> None:

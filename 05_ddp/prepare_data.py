@@ -52,7 +52,7 @@ import _prepare_data as helper
 import numpy as np
 
 from common import files, report
-from lm import corpus, token_folder
+from lm import documents, encoder, token_folder
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it
 TEXT_BYTES = 2**20  # a longer text file becomes several documents
@@ -95,10 +95,10 @@ def spans_of(origin) -> Iterator[Span]:
         for index in range(origin.num_shards):
             shard = origin.shard(origin.num_shards, index)
             yield Span(shard, 0, sys.maxsize, PART_BYTES)
-    elif corpus.file_type(origin) == ".parquet":
-        for group, size in enumerate(helper.row_group_sizes(origin)):
+    elif documents.file_type(origin) == ".parquet":
+        for group, size in enumerate(documents.row_group_sizes(origin)):
             yield Span(origin, group, group + 1, size)
-    elif origin.endswith(corpus.COMPRESSED):
+    elif origin.endswith(documents.COMPRESSED):
         yield Span(origin, 0, sys.maxsize, os.path.getsize(origin))
     else:  # the lines that begin in these bytes
         size = os.path.getsize(origin)
@@ -139,7 +139,7 @@ def documents_of(parts: list[Part], column: str) -> Iterator[bytes]:
     """Yield the documents of parts."""
     for part in parts:
         for span in part:
-            yield from corpus.documents(span.origin, column, span.start, span.stop, TEXT_BYTES)
+            yield from documents.read(span.origin, column, span.start, span.stop, TEXT_BYTES)
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def start_worker(parent: int, definition: str, about: dict) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also after kill -9
     if os.getppid() != parent:  # the parent has ended before the line above
         os._exit(1)
-    encode = corpus.encoder(definition, about)
+    encode = encoder.encoder(definition, about)
 
 
 # --- 4. join the parts
@@ -233,7 +233,7 @@ def join(args, parts: list[Part], definition: str, about: dict) -> np.ndarray:
     # A document that is cut becomes two, which have other tokens: read its text again.
     is_cut = sides == token_folder.CUT
     texts = documents_of(parts, args.column) if is_cut.any() else itertools.repeat(b"")
-    encode = lru_cache(corpus.encoder(definition, about))  # such a document may have many copies
+    encode = lru_cache(encoder.encoder(definition, about))  # such a document may have many copies
     about = {**about, "documents": len(sides) + int(is_cut.sum())}
 
     end_tokens = 0
@@ -274,7 +274,7 @@ def main() -> int:
     began = time.perf_counter()
 
     sources = helper.find_sources(args)
-    definition, about = corpus.load_tokenizer(args.tokenizer, args.end_token)
+    definition, about = encoder.load_tokenizer(args.tokenizer, args.end_token)
     helper.print_end_token(args, about)
 
     # The same command continues in its folder. Another one would mix two corpora: here is all that

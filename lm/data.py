@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 from common import files
 from common.exits import UserError
 from common.runtime import all_gather, print0
-from lm import token_folder
-from lm.corpus import documents, encoder, load_tokenizer, sources
+from lm import documents, token_folder
+from lm.encoder import encoder, load_tokenizer
 from lm.tokenizer import has_tokenizer
 from training.lock import Lock
 
@@ -228,7 +228,7 @@ def _load_tokens(
 
     tokenizer = tokenizer or text_tokenizer
     outputs = [run_dir] if run_dir else []
-    found = sources(data, outputs=outputs)
+    found = documents.find(data, outputs=outputs)
     folder = _cache_folder(data, found.fingerprint, tokenizer, hold_out)
     try:
         if not _is_complete(folder):
@@ -267,7 +267,7 @@ def _is_complete(folder: Path) -> bool:
 def _cache_folder(data: str, fingerprint: list, tokenizer: str, hold_out: bool) -> Path:
     """Return the cache folder of a text. Its name is a hash of all that its tokens depend on.
 
-    `fingerprint` is that of sources(). Raise UserError if the tokenizer cannot be loaded.
+    `fingerprint` is that of documents.find(). Raise UserError if the tokenizer cannot be loaded.
     """
     # Not a hash of the tokenizer's files: which of them count depends on the kind of tokenizer.
     definition, about = load_tokenizer(tokenizer)
@@ -317,8 +317,8 @@ def tokenize(origins: list, tokenizer: str, folder: Path, data: str, hold_out: b
     """Write the tokens of all documents to a folder: see lm/token_folder.py.
 
     If the process is killed, there is no folder: it gets its name when all its files are complete.
-    `origins` comes from sources(). `data` is the value of --data. Without `hold_out`, all tokens
-    are in train.npy, and held_out.npy is empty.
+    `origins` comes from documents.find(). `data` is the value of --data. Without `hold_out`, all
+    tokens are in train.npy, and held_out.npy is empty.
     """
     texts = _read_texts(origins, tokenizer, data)
     sides = np.full(len(texts), token_folder.TRAIN)
@@ -343,7 +343,7 @@ def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:
     texts = []
     size = 0
     for origin in origins:
-        for text in documents(origin):
+        for text in documents.read(origin):
             texts.append(text)
             size += len(text)
             if size > LARGEST_TEXT:

@@ -221,5 +221,5 @@ def test_a_folder_that_cannot_keep_tokens_is_told(text, monkeypatch):
 
 
 def test_workers_and_planner_need_no_torch():
-    code = "import sys, lm.corpus, lm.shapes, lm.token_folder; sys.exit('torch' in sys.modules)"
+    code = "import sys, lm.encoder, lm.shapes, lm.token_folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
