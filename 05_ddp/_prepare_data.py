@@ -1,7 +1,6 @@
 """Flags, damaged folders, the comparison with transformers and the summary of prepare_data.py."""
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -81,8 +80,7 @@ def find_sources(args: argparse.Namespace) -> documents.Sources:
             "convert or move it"
         )
     if sources.run_outputs:
-        names = ", ".join(sources.run_outputs[:3])
-        print(f"--data {args.data}: left out what runs and this script have written: {names}")
+        print(f"--data {args.data}: {sources.left_out()}")
     return sources
 
 
@@ -105,32 +103,23 @@ def open_out(out: Path) -> None:
     files.open_folder(out / PARTS, files.UNFINISHED)
 
 
-def read_source(out: Path) -> list:
-    """Return what the folder's source.json says; raise UserError if it is damaged."""
-    try:
-        return json.loads((out / "source.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise exits.UserError(
-            f"--out {out}: source.json is damaged ({error}): delete the folder"
-        ) from None
+def part_file(out: Path, number: int, content: str) -> Path:
+    """Return the file of a part with its "tokens", or with the table of its "documents"."""
+    return out / PARTS / f"{number:06}.{content}"
 
 
-def finished_part(out: Path, number: int, dtype: str) -> dict | None:
-    """Return the counts of a part, or None if it is not finished or has lost files."""
-    part = out / f"{PARTS}/{number:06}"
+def is_finished(out: Path, number: int, dtype: str) -> bool:
+    """Return whether a part has all its files."""
     try:
-        counts = json.loads(part.with_suffix(".json").read_text(encoding="utf-8"))
-        for name, item in (("tokens", np.dtype(dtype)), ("documents", DOCUMENT)):
-            if part.with_suffix(f".{name}").stat().st_size != counts[name] * item.itemsize:
-                return None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return counts
+        size = part_file(out, number, "tokens").stat().st_size
+        return size == read_table(out, number)["tokens"].sum() * np.dtype(dtype).itemsize
+    except OSError:
+        return False
 
 
 def read_table(out: Path, number: int) -> np.ndarray:
     """Return what a part holds of its documents, as DOCUMENT."""
-    return np.fromfile(out / f"{PARTS}/{number:06}.documents", DOCUMENT)
+    return np.fromfile(part_file(out, number, "documents"), DOCUMENT)
 
 
 # --- results
@@ -177,24 +166,22 @@ def compare_with_transformers(out: Path, documents: Iterable[tuple[bytes, int]])
 def report_summary(
     args: argparse.Namespace,
     about: dict,
-    counts: list[dict],
+    costs: list[dict],
     reference_tokens_per_second: float | None,
     began: float,
 ) -> None:
-    """Print the summary and write --json. `counts` is empty if the folder was complete before."""
-    text_bytes = None
+    """Print the summary and write --json. `costs` are of the parts that were missing."""
     cpu_seconds = None
     tokens_per_second = None
     worker_peak = None
-    if counts:
-        text_bytes = sum(part["text_bytes"] for part in counts)
-        cpu_seconds = sum(part["cpu_seconds"] for part in counts)
-        tokens_per_second = sum(part["tokens"] for part in counts) / cpu_seconds
-        worker_peak = max(part["peak_memory_bytes"] for part in counts)
+    if costs:
+        cpu_seconds = sum(cost["cpu_seconds"] for cost in costs)
+        tokens_per_second = sum(cost["tokens"] for cost in costs) / cpu_seconds
+        worker_peak = max(cost["peak_memory_bytes"] for cost in costs)
     summary = {
         **about,
         "tokens": about["train_tokens"] + about["held_out_tokens"],
-        "text_bytes": text_bytes,
+        "text_bytes": about.get("text_bytes"),  # older folders do not have it
         "cpu_seconds": cpu_seconds,
         "cpu_tokens_per_second": tokens_per_second,
         "transformers_cpu_tokens_per_second": reference_tokens_per_second,

@@ -38,10 +38,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import exits  # before NumPy: it says what to do without it
@@ -110,29 +109,28 @@ def spans_of(origin) -> Iterator[Span]:
 
 
 def make_part(number: int, part: Part, out: Path, column: str) -> dict:
-    """Read, tokenize and write a part, in a worker. Return its counts.
+    """Read, tokenize and write a part, in a worker. Return what it cost.
 
-    The counts are also written, as the last file: a part that has this file is complete.
+    The table of its documents appears last: a part that has it is complete.
     """
     began = time.process_time()
-    counts = {"documents": 0, "text_bytes": 0, "tokens": 0}
+    token_count = 0
     with (
-        complete_file(out, f"{helper.PARTS}/{number:06}.tokens") as tokens_file,
-        complete_file(out, f"{helper.PARTS}/{number:06}.documents") as documents_file,
+        exits.writing("a part", out),
+        files.complete_file(helper.part_file(out, number, "documents"), "wb") as table,
+        files.complete_file(helper.part_file(out, number, "tokens"), "wb") as file,
     ):
         for document in documents_of([part], column):
             tokens = encode(document)  # of start_worker
-            tokens_file.write(tokens)
+            file.write(tokens)
             entry = (token_folder.hash_of(document), len(document), len(tokens))
-            documents_file.write(np.array(entry, helper.DOCUMENT))
-            counts["documents"] += 1
-            counts["text_bytes"] += len(document)
-            counts["tokens"] += len(tokens)
-    counts["cpu_seconds"] = time.process_time() - began
-    counts["peak_memory_bytes"] = report.peak_memory_bytes(helper.CPU)
-    with complete_file(out, f"{helper.PARTS}/{number:06}.json") as file:
-        file.write(json.dumps(counts).encode())
-    return counts
+            table.write(np.array(entry, helper.DOCUMENT))
+            token_count += len(tokens)
+    return {
+        "tokens": token_count,
+        "cpu_seconds": time.process_time() - began,
+        "peak_memory_bytes": report.peak_memory_bytes(helper.CPU),
+    }
 
 
 def documents_of(parts: list[Part], column: str) -> Iterator[bytes]:
@@ -142,36 +140,21 @@ def documents_of(parts: list[Part], column: str) -> Iterator[bytes]:
             yield from documents.read(span.origin, column, span.start, span.stop, TEXT_BYTES)
 
 
-@contextmanager
-def complete_file(out: Path, name: str) -> Iterator[IO]:
-    """Open a file that appears under its name when it is complete, or, after a kill, not at all."""
-    with (
-        exits.writing(name, out),
-        files.complete_file(out / name, "wb", scratch=out / helper.PARTS) as file,
-    ):
-        yield file
-
-
 # --- 3. make all parts, in worker processes
 
 
 def make_missing_parts(parts: list[Part], args, definition: str, about: dict) -> list[dict]:
-    """Make the parts that do not exist yet, on --workers processes. Return the counts of all."""
-    counts_of = {}
+    """Make the parts that do not exist yet, on --workers processes. Return what each cost."""
+    sizes = [sum(span.size for span in part) for part in parts]
     missing = []
     for number in range(len(parts)):
-        counts = helper.finished_part(args.out, number, about["dtype"])
-        if counts is None:
+        if not helper.is_finished(args.out, number, about["dtype"]):
             missing.append(number)
-        else:
-            counts_of[number] = counts
-
-    sizes = []
-    for part in parts:
-        sizes.append(sum(span.size for span in part))
-    finished_bytes = sum(sizes[number] for number in counts_of)
     bar = report.progress_bar(
-        description="tokenizing", total=sum(sizes), initial=finished_bytes, unit="B"
+        description="tokenizing",
+        total=sum(sizes),
+        initial=sum(sizes) - sum(sizes[number] for number in missing),
+        unit="B",
     )
 
     # Not fork: it would copy locks that threads of this process hold.
@@ -181,15 +164,15 @@ def make_missing_parts(parts: list[Part], args, definition: str, about: dict) ->
         initializer=start_worker,
         initargs=(os.getpid(), definition, about),
     )
+    costs = []
     try:
-        running = {}
+        size_of = {}
         for number in missing:
             future = pool.submit(make_part, number, parts[number], args.out, args.column)
-            running[future] = number
-        for future in as_completed(running):
-            number = running[future]
-            counts_of[number] = future.result()
-            bar.update(sizes[number])
+            size_of[future] = sizes[number]
+        for future in as_completed(size_of):
+            costs.append(future.result())
+            bar.update(size_of[future])
     except BaseException as error:
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -201,7 +184,7 @@ def make_missing_parts(parts: list[Part], args, definition: str, about: dict) ->
     finally:
         bar.close()
         pool.shutdown(cancel_futures=True)
-    return [counts_of[number] for number in range(len(parts))]
+    return costs
 
 
 def start_worker(parent: int, definition: str, about: dict) -> None:
@@ -234,7 +217,11 @@ def join(args, parts: list[Part], definition: str, about: dict) -> np.ndarray:
     is_cut = sides == token_folder.CUT
     texts = documents_of(parts, args.column) if is_cut.any() else itertools.repeat(b"")
     encode = lru_cache(encoder.encoder(definition, about))  # such a document may have many copies
-    about = {**about, "documents": len(sides) + int(is_cut.sum())}
+    about = {
+        **about,
+        "documents": len(sides) + int(is_cut.sum()),
+        "text_bytes": int(sizes.sum()),
+    }
 
     end_tokens = 0
     scratch = args.out / helper.PARTS
@@ -260,7 +247,7 @@ def join(args, parts: list[Part], definition: str, about: dict) -> np.ndarray:
 def tokens_of_documents(out: Path, count: int, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Yield the tokens of each document, in the order of the parts."""
     for number in range(count):
-        with open(out / f"{helper.PARTS}/{number:06}.tokens", "rb") as file:
+        with open(helper.part_file(out, number, "tokens"), "rb") as file:
             for length in helper.read_table(out, number)["tokens"].tolist():
                 yield np.frombuffer(file.read(length * dtype.itemsize), dtype)
 
@@ -290,19 +277,24 @@ def main() -> int:
         hashlib.sha256(definition.encode()).hexdigest(),
     ]
     helper.open_out(args.out)
-    if not (args.out / "source.json").exists():
-        with complete_file(args.out, "source.json") as file:
-            file.write(json.dumps(source).encode())
-    if helper.read_source(args.out) != source:
+    source_file = args.out / "source.json"
+    if not source_file.exists():
+        with (
+            exits.writing("source.json", args.out),
+            files.complete_file(source_file, scratch=args.out / helper.PARTS) as file,
+        ):
+            json.dump(source, file)
+    if source_file.read_text(encoding="utf-8", errors="replace") != json.dumps(source):
         raise exits.UserError(
-            f"--out {args.out} is of other data, flags or tokenizer: delete it, or name another"
+            f"--out {args.out} is of other data, flags or tokenizer, or has a damaged source.json: "
+            "delete it, or name another"
         )
 
-    counts = []
+    costs = []
     reference_tokens_per_second = None
     if not (args.out / "corpus.json").exists():
         parts = list(split_into_parts(sources.origins))
-        counts = make_missing_parts(parts, args, definition, about)
+        costs = make_missing_parts(parts, args, definition, about)
         sides = join(args, parts, definition, about)
         if args.tokenizer != "bytes":
             reference_tokens_per_second = helper.compare_with_transformers(
@@ -311,7 +303,7 @@ def main() -> int:
     files.delete(args.out / helper.PARTS)
 
     about, _, _ = token_folder.read(args.out, f"--out {args.out}", "delete the folder")
-    helper.report_summary(args, about, counts, reference_tokens_per_second, began)
+    helper.report_summary(args, about, costs, reference_tokens_per_second, began)
     return 0
 
 

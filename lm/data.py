@@ -249,10 +249,7 @@ def _load_tokens(
             f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE"
         ) from None
     if found.run_outputs:
-        names = ", ".join(found.run_outputs[:3])
-        if len(found.run_outputs) > 3:
-            names += ", ..."
-        print0(f"--data {data}: left out what runs have written: {names}")
+        print0(f"--data {data}: {found.left_out()}")
 
     origins = {data}  # a data set
     if not data.startswith("hf:"):

@@ -57,6 +57,12 @@ class Sources(NamedTuple):
     other_files: list[str]  # files in the folder that have no type that is read
     run_outputs: list[str]  # what runs have written and is left out: folders, metrics.jsonl
 
+    def left_out(self) -> str:
+        """Return what to tell the user if there are `run_outputs`."""
+        names = ", ".join(self.run_outputs[:3])
+        more = ", ..." if len(self.run_outputs) > 3 else ""
+        return f"left out what scripts have written: {names}{more}"
+
 
 def find(
     data: str,

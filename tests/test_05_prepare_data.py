@@ -88,7 +88,7 @@ def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
     argv = command(small_parts, *flags, "--out", "tokens", "--workers", 2)
 
     def parts_made() -> list[Path]:
-        return list(folder.glob("tokens/parts/*.json"))
+        return list(folder.glob("tokens/parts/*.documents"))
 
     def at_least(count: int) -> bool:
         return len(parts_made()) >= count
