@@ -17,7 +17,7 @@ import train  # 05_ddp/train.py, which also makes `import lm` work
 from torch import nn
 
 from common import exits
-from lm import data
+from lm import data, shapes
 from training.batches import PADDING, Batches
 from training.training_objects import TrainingObjects
 
@@ -44,6 +44,7 @@ def load_training_objects(args, rank, world_size, device):
     """Return the model, on `device`, the batches of this rank, and what must match on resume."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    shapes.use_recipe(args)  # of --model, whose defaults this model has
     corpus = data.load_corpus(args.data, args.tokenizer)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
     batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)

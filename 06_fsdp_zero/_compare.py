@@ -6,7 +6,7 @@ import warnings
 import weakref
 
 import torch
-from _bytes_per_rank import zero_formula
+from _sharding import zero_formula
 from torch import Tensor, nn
 
 from common import cli, exits, lesson, measure

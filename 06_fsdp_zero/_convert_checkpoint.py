@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
-from lm import encoder, model, shapes, token_folder
+from lm import encoder, model, runs, shapes, token_folder
 from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
 from lm.tokenizer import has_tokenizer, open_tokenizer, tokenizer_in_errors
 from lm.weight_files import EMBEDDING, HEAD, untied
@@ -94,7 +94,7 @@ def check_hashes(path: Path) -> None:
     problem = run_folder.find_damage(path)
     if problem is None:
         return
-    intact = run_folder.newest_intact(run_folder.list_checkpoints(path.parent))
+    intact = runs.newest_intact(run_folder.list_checkpoints(path.parent))
     fix = f"use {intact}" if intact else "the run has no other that is intact"
     raise UserError(f"{path} is broken ({problem}): {fix}")
 

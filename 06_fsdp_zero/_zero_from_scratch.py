@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from _bytes_per_rank import bytes_of_training, zero_formula
+from _sharding import bytes_of_training, zero_formula
 from torch import Tensor, nn
 
 from common import measure, runtime

@@ -52,11 +52,11 @@ from common import exits  # before torch: it says what to do without it
 import _compare as helper
 import torch
 import torch.distributed as dist
-from _bytes_per_rank import bytes_of_training
+from _sharding import bytes_of_training, shard_groups
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from common import lesson, measure, runtime
@@ -103,17 +103,7 @@ def shard(net: nn.Module, copies: int, dtype: torch.dtype, device: torch.device)
         ),
     }
     # The weights of a block are gathered for its forward, and again for its backward.
-    for block in net.model.layers.values():
-        fully_shard(block, **options)
-    if not net.config.tie_word_embeddings:
-        # Two groups, so that embedding and head are not gathered at the same time.
-        fully_shard(net.model.embed_tokens, **options)
-        # The gradient of an embedding does not depend on its weight: backward need not gather it.
-        net.model.embed_tokens.set_unshard_in_backward(False)
-        # Backward starts with the head, so it stays gathered after forward.
-        fully_shard([net.model.norm, net.lm_head], **options, reshard_after_forward=False)
-    # The root module. In a tied model it is one more group: embedding, final norm and head.
-    fully_shard(net, **options)
+    shard_groups(net, options)
 
 
 def train_step(

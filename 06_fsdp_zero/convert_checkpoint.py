@@ -62,10 +62,10 @@ from torch import Tensor
 
 from common import cli, files, lesson, report, runtime
 from common.exits import UserError
-from lm import shapes
+from lm import runs, shapes
 from lm.weight_files import StoredWeights
 from lm.weights import build
-from training import checkpoint, run_folder
+from training import checkpoint
 
 
 def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes: float) -> None:
@@ -182,7 +182,7 @@ def run(
     """
     began = time.perf_counter()
     kind, path = find(path)
-    run_folder.check_has_all_weights(path.parent, f"{path} is a checkpoint of a run")
+    runs.check_has_all_weights(path.parent, f"{path} is a checkpoint of a run")
     config = find_config(named, path)
     tokenizer = None
     if to == "hf":

@@ -23,10 +23,10 @@ of --data trains. Without flags the script takes eight steps on the pairs of
 07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
 nano on bytes.
 
-Look for: the size of an epoch; which tokens of the first row are targets; planned and measured
-bytes; three held-out questions, answered before and after. The run's folder has adapter/ for peft,
-model/ for programs that read Hugging Face folders, and checkpoints that --resume continues on any
-number of ranks. MFU counts the arithmetic of full training, of which adapters leave out a third.
+Look for: the size of an epoch; which tokens of the first row are targets; three held-out questions,
+answered before and after. The run's folder has adapter/ for peft, model/ for programs that read
+Hugging Face folders, and checkpoints that --resume continues on any number of ranks. MFU counts the
+arithmetic of full training, of which adapters leave out a third.
 Before: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one device;
 09_inference/, to serve model/.
 """
@@ -43,21 +43,20 @@ from common import exits  # before torch: it says what to do without it
 import _finetune
 import torch
 import torch.distributed as dist
-from _bytes_per_rank import bytes_of_training
+from _sharding import bytes_of_training, shard_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    fully_shard,
 )
 from torch.nn.utils import clip_grad_norm_
 
 from common import cli, hardware, report, runtime
-from lm import lora, shapes, weights
+from lm import chats, lora, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
-from training import checkpoint, flags, optim
+from training import checkpoint, flags, micro_batch, optim
 from training.batches import PADDING, Batches
 from training.digest import digest
 from training.meter import Meter
@@ -76,8 +75,31 @@ DEFAULTS = {  # of training: eight steps on 29 pairs
 }
 
 
+def encode_answer(
+    chat: chats.Chat, messages: list[dict], position: int, tools: list[dict] | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a prompt, and the ids that the model has to answer with.
+
+    position: index of the answer in messages. The prompt's ids are those that the model is asked
+    with. The last ids of the answer make generation stop.
+
+        [..., {"role": "assistant", "content": "hello"}]
+        prompt  ... <|im_start|> assistant \\n
+        answer  hello <|im_end|> \\n
+    """
+    prompt_text, answer_text = chats.render_answer(chat, messages, position, tools)
+    prompt = chat.encode(prompt_text)
+    turn = chat.encode(prompt_text + answer_text)
+    answer = turn[len(prompt) :]
+    if turn[: len(prompt)] != prompt:  # a token reaches across the border
+        answer = chats.encode_apart(chat, answer_text)
+    if not chat.has_end(answer) and not chats.ends_with_marker(chat, answer_text):
+        answer = answer + chats.encode_end(chat, messages, position, tools)
+    return [*chat.start, *prompt], answer
+
+
 def chat_rows(
-    chat: _finetune.Chat,
+    chat: chats.Chat,
     messages: list[dict],
     tools: list[dict] | None = None,
     first_answer: int = 1,
@@ -100,7 +122,7 @@ def chat_rows(
     for position in range(first_answer, len(messages)):
         if messages[position]["role"] != "assistant":
             continue
-        prompt, answer = _finetune.encode_answer(chat, messages, position, tools)
+        prompt, answer = encode_answer(chat, messages, position, tools)
         earlier_targets = []
         if rows:
             row, targets = rows[-1]
@@ -113,7 +135,7 @@ def chat_rows(
     return rows
 
 
-def continued_length(chat: _finetune.Chat, row: list[int], prompt: list[int]) -> int:
+def continued_length(chat: chats.Chat, row: list[int], prompt: list[int]) -> int:
     """Return how many ids of a row the next prompt begins with: all of them, or else 0.
 
     Phi-3's template ends the last turn with <|end|> and eos, and earlier turns with <|end|> alone.
@@ -128,7 +150,7 @@ def continued_length(chat: _finetune.Chat, row: list[int], prompt: list[int]) ->
 
 
 def shard_model(model, args, device) -> None:
-    """Shard the model over the ranks, then allocate this rank's shards and read the weights."""
+    """Shard the model as train_fsdp.py does, allocate this rank's shards and read the weights."""
     options = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         # Weights are gathered in args.dtype. Gradients are averaged in fp32.
@@ -142,21 +164,10 @@ def shard_model(model, args, device) -> None:
     if args.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
-    # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
-    for block in model.model.layers.values():
-        if args.compile:
+    if args.compile:  # before a block is sharded
+        for block in model.model.layers.values():
             block.compile(fullgraph=True)
-        fully_shard(block, **options)
-    if not model.config.tie_word_embeddings:
-        # Two groups, so that embedding and head are not gathered at the same time.
-        fully_shard(model.model.embed_tokens, **options)
-        # The gradient of an embedding does not depend on its weight: backward need not gather it.
-        model.model.embed_tokens.set_unshard_in_backward(False)
-        # Backward starts with the head, so it stays gathered after forward.
-        fully_shard([model.model.norm, model.lm_head], **options, reshard_after_forward=False)
-    # The root module. In a tied model it is one more group: embedding, final norm and head.
-    fully_shard(model, **options)
-
+    shard_groups(model, options)
     weights.materialize(
         model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
     )
@@ -219,7 +230,7 @@ def main() -> int:
     mark = f"run of {date.isoformat()}"  # of the folders that this run writes, and may replace
     inputs = parser.input_paths(args)
     runtime.on_rank0(partial(_finetune.check_folders, args, inputs, mark))
-    chat = _finetune.read_chat_format(args.tokenizer or args.model, date)
+    chat = chats.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     # Also with --compile: at the second length torch compiles a block once more, for any length.
     train_rows = _finetune.Rows(corpus.train, args.seq_len)
@@ -242,7 +253,8 @@ def main() -> int:
         lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
-    planned_bytes = _finetune.print_plan(args, config, batches, device)
+    estimate_flags = f"--zero 3 --adapters {args.adapters}" if args.adapters else "--zero 3"
+    micro_batch.explain_out_of_memory(args, device, estimate_flags, batches.micro_batch_size)
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
         model,
@@ -258,7 +270,8 @@ def main() -> int:
     answers_before = answer(model)
 
     # 4. Checkpoints. With --adapters they hold the adapters only.
-    settings = flags.settings(args, data=corpus.sha256, model=repr(config))
+    base = {"weights of --model": weights.fingerprint(args.model)}
+    settings = flags.settings(args, data=corpus.sha256, model=repr(config), **base)
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
     if args.eval_data is not None:
         # other chats for evaluation may be longer, and the run has to resume with them
@@ -350,7 +363,6 @@ def main() -> int:
     # 7. Write the folders for other programs, and the summary.
     receipt = {
         "val_loss_before": val_loss_before,
-        "planned_bytes": planned_bytes,
         "weights_sha256": digests[0],
         **bytes_per_rank,
     }

@@ -43,9 +43,9 @@ from common import exits  # before torch: it says what to do without it
 import _muon as helper
 import torch
 import torch.distributed as dist
+from _sharding import shard_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import lesson, runtime
@@ -166,18 +166,6 @@ def make_optimizers(name: str, net: nn.Module, lr: float) -> list[torch.optim.Op
     return optimizers
 
 
-def shard(net: nn.Module, device: torch.device) -> None:
-    """Shard the parameters over all ranks by rows, a block at a time, as train_fsdp.py does."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in net.model.layers.values():
-        fully_shard(block, mesh=mesh)
-    if not net.config.tie_word_embeddings:
-        fully_shard(net.model.embed_tokens, mesh=mesh)
-        net.model.embed_tokens.set_unshard_in_backward(False)
-        fully_shard([net.model.norm, net.lm_head], mesh=mesh, reshard_after_forward=False)
-    fully_shard(net, mesh=mesh)
-
-
 def run(
     name: str, weights: str, net: nn.Module, lr: float, batches: list[tuple[Tensor, Tensor]]
 ) -> dict:
@@ -230,7 +218,9 @@ def main() -> int:
         net = build(args.model, config, seed=0, device=device)
         batches = global_batches  # the reference: every rank trains as if it were alone
         if weights == "sharded":
-            shard(net, device)
+            # By rows over all ranks, a block at a time.
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            shard_groups(net, {"mesh": mesh})
             batches = my_batches
         rows.append(run(name, weights, net, lr, batches))
     lesson.end(

@@ -61,6 +61,7 @@ def load_training_objects(args, rank, world_size, device):
     from lm.activation_checkpointing import checkpoint_blocks
     from lm.sample import sample_text
 
+    shapes.use_recipe(args)  # --seq-len, --lr and --warmup-steps, if they are not given
     # Raise for a model that is unknown or too large, before the text is tokenized.
     held_on = "cpu" if args.cpu_offload else device
     weights.check_model(args.model, held_on, copies=args.replicate)
@@ -73,7 +74,11 @@ def load_training_objects(args, rank, world_size, device):
         model=model,
         name=args.model,
         batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
-        must_match={"data": corpus.sha256, "model": repr(config)},
+        must_match={
+            "data": corpus.sha256,
+            "model": repr(config),
+            "weights of --model": weights.fingerprint(args.model),
+        },
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
         sample=partial(sample_text, model, corpus, seq_len=args.seq_len, device=device),

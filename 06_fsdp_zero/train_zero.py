@@ -54,6 +54,7 @@ def load_training_objects(args, rank, world_size, device):
     training/training_objects.py says what the model and the batches must do.
     """
     # Raise for a model that is unknown or too large, before the text is tokenized.
+    shapes.use_recipe(args)  # --seq-len, --lr and --warmup-steps, if they are not given
     helper.check_model_fits(args, world_size, device)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
@@ -78,7 +79,11 @@ def load_training_objects(args, rank, world_size, device):
         model=model,
         name=args.model,
         batches=batches,
-        must_match={"data": corpus.sha256, "model": repr(config)},
+        must_match={
+            "data": corpus.sha256,
+            "model": repr(config),
+            "weights of --model": weights.fingerprint(args.model),
+        },
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
     )

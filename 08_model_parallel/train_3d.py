@@ -95,7 +95,11 @@ def load_training_objects(args, data_rank, data_ranks, device):
         model=model,
         name=args.model,
         batches=Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks),
-        must_match={"data": corpus.sha256, "model": repr(config)},
+        must_match={
+            "data": corpus.sha256,
+            "model": repr(config),
+            "weights of --model": weights.fingerprint(args.model),
+        },
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
     )
@@ -534,6 +538,7 @@ def main() -> int:
         help="with --dry-run: how many ranks (default: fewest)",
     )
     args = parser.parse_args()
+    shapes.use_recipe(args)  # --seq-len, --lr and --warmup-steps, if they are not given
     helper.adapt_defaults(args)
     if args.dtype == "fp16":
         raise exits.UserError(

@@ -266,7 +266,7 @@ def place_of(weight_name: str, device_map: dict[str, int | str]) -> int | str:
 def temporary_folder() -> Path:
     """Create a folder that is deleted when the script ends."""
     folder = tempfile.TemporaryDirectory(prefix="offloaded-", ignore_cleanup_errors=True)
-    exits.before_exit.append(folder.cleanup)
+    exits.at_exit.callback(folder.cleanup)
     return Path(folder.name)
 
 

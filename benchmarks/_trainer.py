@@ -41,6 +41,7 @@ def main() -> int:
 
     device = runtime.single_device(args.device)
     args.dtype = hardware.choose_dtype(args.dtype, device)
+    shapes.use_recipe(args)
     runtime.seed_all(args.seed)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)

@@ -49,13 +49,11 @@ OUT_OF_MEMORY = (
     "Storage size calculation overflowed",
 )
 
-# Called before every exit. os._exit skips atexit, so what must be flushed goes here: wandb.finish.
-before_exit: list[Callable[[], None]] = []
-# Called before the line of a user error, to finish such things as a save in the background.
-before_user_error_exit: list[Callable[[], None]] = []
-# What the message about too little memory says: the last of these texts.
-out_of_memory_help: list[str] = []
-# The numbers of the signals that runtime.catch_stop_signals has noted.
+# The `with` block around main, for what must be closed or must know how main ended. `run` ends with
+# os._exit, which skips atexit. A callback gets the error of main, and may raise UserError instead.
+at_exit = contextlib.ExitStack()
+# The numbers of the signals that runtime.catch_stop_signals has noted. The handler of a signal has
+# no caller, so this is a variable of the module.
 stop_signals: list[int] = []
 # Errors that it has raised: a signal before training had begun, and a second Ctrl-C.
 early_stops: list[BaseException] = []
@@ -90,6 +88,7 @@ def run(main: Callable[[], int]) -> None:
             code = main()
         finally:
             _main_is_running = False
+        at_exit.close()
     except SystemExit:  # argparse's --help
         raise
     except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
@@ -100,11 +99,6 @@ def run(main: Callable[[], int]) -> None:
 
     for child in multiprocessing.active_children():  # data loading workers
         child.kill()
-    for flush in before_exit:
-        try:
-            flush()
-        except Exception:
-            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     failure = output.lost.get("stdout")
@@ -135,19 +129,24 @@ def _report_error(error: BaseException) -> int:
     if early_stops:
         # A library may have put it into another exception, and another rank may have left first.
         error = early_stops[0]
-    if isinstance(error, KeyboardInterrupt):
-        return KEYBOARD_INTERRUPT_EXIT_CODE
-    message = user_message(error)
-    if message is None:
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    is_bug = user_message(error) is None and not is_interrupt
+    if is_bug:
         traceback.print_exception(error)
         last_line = traceback.format_exception_only(error)[-1].strip()
         _tell_torchrun(last_line)
+    try:
+        with at_exit:
+            raise error
+    except UserError as told:
+        error = told
+    except BaseException:  # of a callback: it must not hide the error of main
+        pass
+    if is_bug:
         return FAILURE_EXIT_CODE
-    for finish in before_user_error_exit:
-        # an exception here must not hide the error that is printed below
-        with contextlib.suppress(Exception):
-            finish()
-    _print_once_per_job(message)
+    if is_interrupt:
+        return KEYBOARD_INTERRUPT_EXIT_CODE
+    _print_once_per_job(user_message(error))
     return getattr(error, "exit_code", USER_ERROR_EXIT_CODE)
 
 
@@ -157,9 +156,7 @@ def user_message(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, ModuleNotFoundError):
         return _message_about_module(error.name or "")
-    if _is_out_of_memory(error):
-        if out_of_memory_help:
-            return f"out of memory: {out_of_memory_help[-1]}"
+    if is_out_of_memory(error):
         return (
             "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
         )
@@ -169,7 +166,8 @@ def user_message(error: BaseException) -> str | None:
     return message
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error says that the memory of a GPU or of the machine is full."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in OUT_OF_MEMORY)
     return isinstance(error, MemoryError)

@@ -53,7 +53,7 @@ class AllocatorBytes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        report.earlier_peaks.append(torch.cuda.max_memory_allocated(device))
+        report.remember_peak(device)
         self.restart()
 
     def __enter__(self) -> "AllocatorBytes":

@@ -1,18 +1,22 @@
-"""Show how far long work is, on a terminal.
+"""Show how far long work is, on a terminal: tqdm, on rank 0 only.
 
 Scripts call `report.progress_bar`. This is a module of its own because common/runtime.py prints
 lines above the bar, and common/report.py imports common/runtime.py. It does not import torch.
 """
 
-import functools
 import os
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-# The progress bars on the terminal, by id. tqdm compares bars by their line on the terminal.
-_open_bars: dict[int, object] = {}
+from tqdm import tqdm
+
+# tqdm would start a thread that redraws bars without updates. Data loading workers are forked, and
+# the fork of a process with threads can hang.
+tqdm.monitor_interval = 0
+# tqdm's own lock includes one of multiprocessing, which forked workers would share.
+tqdm.set_lock(threading.RLock())
 
 
 def progress_bar(
@@ -23,7 +27,7 @@ def progress_bar(
     initial: int = 0,
     unit: str = "it",
     delay: float = 0.0,
-):
+) -> tqdm:
     """Return an iterable that shows on the terminal how far the loop over it is.
 
         for step in progress_bar(range(start_step + 1, steps + 1), "training", initial=start_step):
@@ -44,13 +48,13 @@ def progress_bar(
         delay: the bar appears only if the loop takes longer than so many seconds
     """
     if not _terminal_has_bars():
-        return _NoBar(iterable)
+        return tqdm(iterable, disable=True)
     if total is None and hasattr(iterable, "__len__"):
         total = initial + len(iterable)
     size = {"dynamic_ncols": True}  # people resize terminals
     if 0 in os.get_terminal_size(sys.stderr.fileno()):  # not known, as in some containers
         size = {"ncols": 80, "nrows": 24}
-    return _bar_class()(
+    return tqdm(
         iterable,
         description,
         total=total,
@@ -67,33 +71,8 @@ def progress_bar(
 
 def print_line(text: str) -> None:
     """Print a line to stdout at once. If there is a progress bar, the line appears above it."""
-    if not _open_bars:
+    with tqdm.external_write_mode(file=sys.stdout):
         print(text, flush=True)
-        return
-    with _bar_class().external_write_mode(file=sys.stdout):
-        print(text, flush=True)
-
-
-class _NoBar:
-    """Take the place of a progress bar where none is shown."""
-
-    def __init__(self, iterable: Iterable | None) -> None:
-        self.iterable = iterable
-
-    def __iter__(self) -> Iterator:
-        return iter(self.iterable)
-
-    def __enter__(self) -> "_NoBar":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def update(self, count: int = 1) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _terminal_has_bars() -> bool:
@@ -106,26 +85,3 @@ def _terminal_has_bars() -> bool:
         return False
     stdout = os.fstat(sys.__stdout__.fileno())
     return not stat.S_ISFIFO(stdout.st_mode)
-
-
-@functools.cache
-def _bar_class() -> type:
-    """Return the class of the bars, made from tqdm's, which is imported only for a terminal."""
-    from tqdm import tqdm
-
-    class Bar(tqdm):
-        # tqdm would start a thread that redraws bars without updates. Data loading workers are
-        # forked, and the fork of a process with threads can hang.
-        monitor_interval = 0
-
-        def __init__(self, *arguments, **settings) -> None:
-            super().__init__(*arguments, **settings)
-            _open_bars[id(self)] = self
-
-        def close(self) -> None:
-            super().close()
-            _open_bars.pop(id(self), None)
-
-    # tqdm's own lock includes one of multiprocessing, which forked workers would share.
-    Bar.set_lock(threading.RLock())
-    return Bar

@@ -36,8 +36,7 @@ MIB = 2**20
 WIDTH = 100  # columns of what a lesson prints
 STARTS_LIKE_A_FIGURE = re.compile(r"[-+]?[\d.]|n/a")
 
-# GPU memory in bytes. Code that resets torch's peak appends the peak here first.
-earlier_peaks: list[int] = []
+_earlier_peak_bytes = 0  # of GPU memory, before torch's peak was reset
 
 
 # --- figures
@@ -141,13 +140,19 @@ def peak_memory_bytes(device) -> int:
     if device.type == "cuda":
         import torch
 
-        return max([*earlier_peaks, torch.cuda.max_memory_allocated(device)])
+        return max(_earlier_peak_bytes, torch.cuda.max_memory_allocated(device))
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Not ru_maxrss: on Linux it also counts the program that started this one.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak_kib = re.search(r"VmHWM:\s*(\d+)", status)[1]
     return int(peak_kib) * 1024
+
+
+def remember_peak(device) -> None:
+    """Keep the peak of GPU memory for `peak_memory_bytes`. Call it before torch's peak is reset."""
+    global _earlier_peak_bytes
+    _earlier_peak_bytes = peak_memory_bytes(device)
 
 
 # --- summaries

@@ -234,7 +234,7 @@ def _load_tokens(
         if not _is_complete(folder):
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # One process of the node tokenizes. The others wait, and then find the files.
-            with Lock(folder.with_suffix(".lock")):
+            with Lock(folder.with_suffix(".lock.lease")):
                 if not _is_complete(folder):
                     tokenize(found.origins, tokenizer, folder, data, hold_out)
         where = f"--data {data}: its tokens in the cache, {folder}"

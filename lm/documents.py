@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 from common.exits import UserError
 from lm import stdlib_text
-from training.run_folder import is_checkpoint, is_run_folder, is_settings_of_run
+from training.run_folder import is_checkpoint, is_run_folder, read_settings
 
 # File types that are read.
 TEXTS = (".txt", ".md", ".py")
@@ -190,7 +190,7 @@ def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
         folders[:] = entered  # os.walk does not enter the others
         for name in _visible(names):
             path = Path(folder, name)
-            if name == "metrics.jsonl" and is_settings_of_run(path.with_name("settings.json")):
+            if name == "metrics.jsonl" and read_settings(path.parent):
                 run_outputs.append(str(path))
             else:
                 files.append(path)

@@ -40,7 +40,7 @@ def comparison(device: torch.device, needed_bytes: int = 0) -> Iterator[torch.de
     torch.cuda.empty_cache()  # what torch keeps for later would not count as free
     free_bytes, _ = torch.cuda.mem_get_info(device)
     fits = needed_bytes <= ROOM * free_bytes
-    report.earlier_peaks.append(torch.cuda.max_memory_allocated(device))
+    report.remember_peak(device)
     try:
         with exact_fp32():
             yield device if fits else torch.device("cpu")

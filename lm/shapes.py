@@ -8,14 +8,15 @@ can compute with shapes on any machine.
 import dataclasses
 import json
 import math
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from common.cli import did_you_mean
 from common.exits import UserError
+from lm.runs import refuse_run
 from lm.weight_files import WEIGHT_SUFFIXES, has_own_head, weight_files
-from training.run_folder import refuse_run
+from training.defaults import SMALL, Recipe
 
 # Values in a config.json that lm/model.py implements. It implements no others.
 LLAMA = {
@@ -236,17 +237,9 @@ LLAMA2 = {
 }
 
 
-class Recipe(NamedTuple):
-    """Defaults of three flags that depend on the size of the model."""
-
-    seq_len: int
-    lr: float  # peak learning rate of AdamW
-    warmup_steps: int  # for the default run of 100 steps; runs of a trillion tokens take 2,000
-
-
 # (most parameters, recipe), from small to large
 RECIPES = [
-    (2e7, Recipe(seq_len=64, lr=2e-3, warmup_steps=10)),  # nano
+    (2e7, SMALL),  # nano
     (4e8, Recipe(seq_len=1024, lr=6e-4, warmup_steps=20)),
     (3e9, Recipe(seq_len=2048, lr=3e-4, warmup_steps=20)),
     # Llama 2 (Touvron et al. 2023, section 2.2) trained 7B and 13B with 3e-4, and 34B and 70B with
@@ -271,6 +264,16 @@ def recipe(name: str) -> Recipe:
         lr = lr / 10
     seq_len = min(size_recipe.seq_len, config.max_position_embeddings)
     return Recipe(seq_len, lr, size_recipe.warmup_steps)
+
+
+def use_recipe(args: Namespace) -> None:
+    """Set --seq-len, --lr and --warmup-steps to the recipe of --model, if they were not given.
+
+    A resumed run has those of the run. Raise UserError if there is no such model.
+    """
+    for name, value in recipe(args.model)._asdict().items():
+        if name not in args.given:
+            setattr(args, name, value)
 
 
 def _recipe_for_size(parameters: int) -> Recipe:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.exits import UserError
-from training.run_folder import refuse_run
+from lm.runs import refuse_run
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

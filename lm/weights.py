@@ -12,15 +12,37 @@ from common import cli, hardware, report
 from common.exits import UserError
 from common.runtime import print0, ranks
 from lm.model import Transformer
-from lm.shapes import SIZES, Config, parameter_count, read_config
-from lm.weight_files import HEAD, StoredWeights
+from lm.shapes import SIZES, Config, has_weights, parameter_count, read_config
+from lm.weight_files import HEAD, StoredWeights, weight_files
 from training.digest import digest as digest  # it was here until 0.4.0
 from training.digest import local_part
 
 ROWS_PER_GENERATOR = 256  # rows of a random matrix that are drawn together
 # Of each parameter in training: weight, gradient, and the two moments of AdamW, in fp32.
 TRAINING_BYTES = 16
+# fingerprint reads so many samples of so many bytes from each file.
+SAMPLES = 16
+SAMPLE_BYTES = 2**16
 BAR_DELAY = 2.0  # seconds after which a progress bar appears
+
+
+def fingerprint(name: str) -> str | None:
+    """Return a hash of a model's weight files, or None for a model with random weights.
+
+    The hash is over the size of each file, and samples of its content: large models have hundreds
+    of gigabytes, which would take minutes to read.
+    """
+    if not has_weights(name):
+        return None
+    sha256 = hashlib.sha256()
+    for path in weight_files(Path(name)):
+        size = path.stat().st_size
+        sha256.update(f"{size} ".encode())
+        with open(path, "rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(size * sample // SAMPLES)
+                sha256.update(file.read(SAMPLE_BYTES))
+    return sha256.hexdigest()
 
 
 def check_model(

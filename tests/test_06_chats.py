@@ -729,7 +729,7 @@ def test_a_run_keeps_the_date_that_its_template_writes(tmp_path, models):
     fresh = run(later, tmp_path, *flags, "--steps", 1)
     assert fresh.code == 0, fresh
     assert_refused(run(SCRIPT, tmp_path, *flags, "--data", "chats.jsonl"), "--resume")
-    assert "2031-05-17" in (tmp_path / "run/settings.json").read_text(encoding="utf-8")
+    assert "2031-05-17" in (tmp_path / "run/run.json").read_text(encoding="utf-8")
 
 
 def test_copies_of_one_chat_train(tmp_path, models):

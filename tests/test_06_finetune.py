@@ -24,7 +24,7 @@ from support.harness import (
     with_prelude,
 )
 
-from lm import lora, shapes, weights
+from lm import chats, lora, shapes, weights
 from training.batches import PADDING, Batches
 from training.optim import warmup_cosine
 
@@ -80,7 +80,7 @@ torch.nn.Embedding.forward = with_lengths
 def write():
     found = {"lengths": lengths, "graphs": counters["stats"]["unique_graphs"]}
     open("found.json", "w", encoding="utf-8").write(json.dumps(found))
-exits.before_exit.append(write)
+exits.at_exit.callback(write)
 """
 
 
@@ -190,7 +190,7 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
         micro_batch_size=None,
         seed=0,
     )
-    corpus, _ = helper.load_chats(args, helper.read_chat_format(str(folder)), script.chat_rows)
+    corpus, _ = helper.load_chats(args, chats.read_chat_format(str(folder)), script.chat_rows)
     train_rows = helper.Rows(corpus.train, args.seq_len)
     held_out_rows = helper.Rows(corpus.held_out, args.seq_len)
     batches = Batches(train_rows, held_out_rows, args, rank=0, world_size=1)
@@ -283,13 +283,13 @@ def with_tokenizer(folder: Path, template: str) -> Path:
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])
 def test_ids_and_mask_are_those_of_transformers_with_markers(tmp_path, template):
     folder = with_tokenizer(tmp_path / "model", template)
-    script, helper = load(SCRIPT), load("06_fsdp_zero/_finetune.py")
+    script = load(SCRIPT)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for messages in CHATS:
         how = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
         found = theirs.apply_chat_template(messages, **how)
         assert 0 < sum(found["assistant_masks"]) < len(found["input_ids"])
-        [(ids, counts)] = script.chat_rows(helper.read_chat_format(str(folder)), messages)
+        [(ids, counts)] = script.chat_rows(chats.read_chat_format(str(folder)), messages)
         assert (ids, counts) == (
             found["input_ids"],
             [mark == 1 for mark in found["assistant_masks"]],
@@ -297,8 +297,7 @@ def test_ids_and_mask_are_those_of_transformers_with_markers(tmp_path, template)
 
 
 def test_an_answer_that_the_template_rewrites_is_a_row_of_its_own(tmp_path):
-    helper = load("06_fsdp_zero/_finetune.py")
-    chat = helper.read_chat_format(str(with_tokenizer(tmp_path / "model", REWRITES)))
+    chat = chats.read_chat_format(str(with_tokenizer(tmp_path / "model", REWRITES)))
     rows = load(SCRIPT).chat_rows(chat, CHATS[1])
     answers = [chat.decode([i for i, c in zip(*row, strict=True) if c]) for row in rows]
     assert answers == ["assistant ä 0<|im_end|>\n", "assistant ä 1<|im_end|>\n"]

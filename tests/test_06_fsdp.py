@@ -1,5 +1,6 @@
 """06_fsdp_zero/train_fsdp.py: cut over ranks in every way its flags allow, one curve; what travels, who holds what."""
 
+import ast
 import json
 import math
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from support.checkpoints import (
 )
 from support.harness import (
     BASELINE,
+    ROOT,
     TINY,
     Result,
     assert_refused,
@@ -287,3 +289,26 @@ def test_compiled_changes_nothing(tmp_path, baseline):
 def test_what_is_refused(tmp_path):
     assert_refused(run(SCRIPT, tmp_path, "--dtype", "fp16"), "--dtype", "fp16", "05_ddp/train.py")
     assert "--replicate 3" in train(SCRIPT, tmp_path, "--replicate", 3, code=2).err
+
+
+def sharding_of(script: str, function: str) -> str:
+    """Return the statements of a function that shard a model, without those that compile."""
+
+    class WithoutCompile(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.If | None:
+            return None if ast.unparse(node.test) == "args.compile" else self.generic_visit(node)
+
+    module = ast.parse((ROOT / script).read_text(encoding="utf-8"))
+    [found] = [node for node in module.body if getattr(node, "name", "") == function]
+    statements = WithoutCompile().visit(found).body
+    texts = [ast.unparse(statement) for statement in statements]
+    [last] = [i for i, text in enumerate(texts) if text.startswith("fully_shard(model")]
+    [first] = [i for i, text in enumerate(texts) if text.startswith("for block in")]
+    return "\n".join(texts[first : last + 1])
+
+
+def test_other_scripts_shard_a_model_in_the_groups_that_this_one_shows():
+    """finetune.py, compare.py and muon.py import them from one file."""
+    shown = sharding_of(SCRIPT, "shard_model")
+    assert shown.count("fully_shard(") == 4
+    assert sharding_of("06_fsdp_zero/_sharding.py", "shard_groups") == shown

@@ -307,9 +307,8 @@ def test_a_finetuning_run_resumes_with_longer_chats_for_evaluation(tmp_path, bas
     assert "resuming from" in resumed.out
     # Without --eval-data, the run has that of the last start.
     train(FINETUNE, tmp_path, *flags, "--steps", 4, "--resume")
-    assert json.loads((tmp_path / "run/flags.json").read_text(encoding="utf-8"))[
-        "eval_data"
-    ] == str(longer)
+    remembered = json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["flags"]
+    assert remembered["eval_data"] == str(longer)
 
 
 CHATS_REFUSED = {

@@ -128,7 +128,7 @@ def test_what_the_user_has_set_aside_stays(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "settings.json", "flags.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "run.json"])
 def test_a_run_overwrites_no_file_of_others(tmp_path, name):
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / name).write_text('{"mine": true}\n', encoding="utf-8")

@@ -376,8 +376,8 @@ def test_dashboard_asks_only_for_what_the_exporter_has(tmp_path, fake_driver):
                 assert all(label in row["metric"] for row in answers[target["expr"]]), target
 
 
-def test_every_launch_file_of_a_cluster_waits_for_the_lock_of_a_dead_node():
-    """NFSv4 and Lustre keep such a lock for about 90 s."""
+def test_every_launch_file_of_a_cluster_waits_for_a_run_that_still_ends():
+    """A pod that is to end may save in the folder of the pod that takes its place."""
     for _, container in pods().values():
         assert {"name": "RUN_DIR_LOCK_SECONDS", "value": "120"} in container["env"]
     # it has no run folder

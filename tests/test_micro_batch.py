@@ -47,7 +47,7 @@ def peak_bytes(run, optimizer, sequences, device):
     return 1000 + 100 * sequences
 
 micro_batch.measures_on = lambda device: True
-micro_batch.remember_peak = micro_batch.forget_peak = lambda device: None
+micro_batch.report.remember_peak = micro_batch.forget_peak = lambda device: None
 micro_batch.held_bytes = lambda device: 1000
 micro_batch.usable_bytes = lambda device: 1450
 micro_batch.peak_bytes = peak_bytes
@@ -159,7 +159,7 @@ def run_as_on_a_gpu(script, folder, *flags):
     ranks = None if script == BASELINE else 2
     result = run(started, folder, *flags, nproc=ranks)
     assert result.code == 0, result
-    remembered = json.loads((folder / "run/flags.json").read_text(encoding="utf-8"))
+    remembered = json.loads((folder / "run/run.json").read_text(encoding="utf-8"))["flags"]
     return result, remembered["micro_batch_size"]
 
 
@@ -229,7 +229,7 @@ def test_a_resumed_run_keeps_its_size_where_it_divides_the_share(tmp_path):
         started = with_prelude("05_ddp/train.py", tmp_path, MEASURE_ON_CPU)
         result = run(started, tmp_path, *flags, nproc=ranks)
         assert result.code == 0, result
-        remembered = json.loads((tmp_path / "run/flags.json").read_text(encoding="utf-8"))
+        remembered = json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["flags"]
         assert remembered["micro_batch_size"] == expected
 
 

@@ -322,7 +322,7 @@ def test_deepspeed_trains_the_defaults_of_a_gpu(tmp_path):
     result = nogpu.run("noop", tmp_path, "06_fsdp_zero/train_zero.py", flags, ranks=1)
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
-    trained = json.loads((tmp_path / "run/flags.json").read_text(encoding="utf-8"))
+    trained = json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["flags"]
     for name in ("model", "global_batch_size", "compile"):
         assert trained[name] == getattr(defaults.ON_GPU, name), name
 

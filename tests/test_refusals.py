@@ -219,9 +219,9 @@ def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
     assert_refused(resume(script, tmp_path, *flags), *told)
     assert_refused(train(script, tmp_path, "--data", "text.txt", code=2), "--run-dir", "--resume")
 
-    (tmp_path / "run/settings.json").rename(tmp_path / "settings.json")
-    assert_refused(resume(script, tmp_path), "--run-dir", "settings.json")
-    (tmp_path / "settings.json").rename(tmp_path / "run/settings.json")
+    (tmp_path / "run/run.json").rename(tmp_path / "run.json")
+    assert_refused(resume(script, tmp_path), "--run-dir", "run.json")
+    (tmp_path / "run.json").rename(tmp_path / "run/run.json")
     assert content(tmp_path / "run") == before
 
 

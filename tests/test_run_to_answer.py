@@ -124,20 +124,10 @@ def test_a_run_answers_after_the_command_that_is_told(tmp_path, case):
     assert_refused(ask(tmp_path, "run"), f"use --model {converted}")
 
 
-def in_mib(text: str) -> list[float]:
-    return [float(size.replace(",", "")) for size in re.findall(r"([\d,.]+) MiB", text)]
-
-
 def test_a_fine_tuning_run_that_was_stopped_is_converted(tmp_path):
     flags = ["--data", PAIRS, "--seq-len", 128]
     result = train(FINETUNE, tmp_path, *SHORT, *flags, nproc=2)
 
-    # What it prints: the plan is one of a CPU, and its parts are the planned bytes.
-    [plan] = re.findall(r"^planned: .*(?:\n  .*)*", result.out, re.MULTILINE)
-    assert "GPU" not in plan
-    total, *parts = in_mib(plan)
-    assert total == pytest.approx(result.summary["planned_bytes"] / 2**20, abs=0.06)
-    assert sum(parts) == pytest.approx(total, abs=0.06 * len(parts))
     assert "Loading weights" not in result.err, "a bar of transformers"
     [answers] = re.findall(r"^answers +(.*)", result.out, re.MULTILINE)
     assert answers == ", ".join(map(repr, result.summary["answers"]))

@@ -1,6 +1,6 @@
 """Data and run folders as people have them.
 
-Links, few documents, moved files, outputs of runs beside the text, file systems without flock.
+Links, few documents, moved files, outputs of runs beside the text, locks.
 """
 
 import json
@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import signal
-import sys
+import socket
 from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
-from filelock._identity import process_start_token
 from support.harness import (
     BASELINE,
     SEVERAL,
@@ -318,7 +317,7 @@ def test_a_run_resumes_however_its_files_are_named(started, case):
 OTHER = {
     "another text under the name": ([], "--data job1/text.txt"),
     "other bytes as tokens": (["--tokenizer", "bytes"], "--tokenizer bytes (was None)"),
-    "other weights of the same shape": (["--model", "m/trained"], "weights of --model m/trained"),
+    "other weights of the same shape": (["--model", "m/trained"], "weights of --model (SHA-256 "),
 }
 
 
@@ -330,26 +329,13 @@ def test_a_run_does_not_resume_with_other_content(started, case):
     assert_refused(resume(started, *flags), words)
 
 
-def test_settings_of_an_older_version(started):
-    """The run resumes. If its data were split in another way, the line says so."""
-    file = started / "run/settings.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    older = {name: value for name, value in settings.items() if name.startswith("--")}
-    file.write_text(json.dumps(older), encoding="utf-8")
-    result = resume(started)
-    assert result.code == 0, result
-    file.write_text(
-        json.dumps(older | {"--data": "job1/text.txt (SHA-256 0123456789ab)"}), encoding="utf-8"
-    )
-    assert_refused(resume(started), "--data job1/text.txt", "older version")
-
-
 @pytest.mark.parametrize("days", [1, 400])
 def test_a_run_keeps_the_date_of_its_first_start(tmp_path, days, monkeypatch):
     args = Namespace(run_dir=tmp_path / "run", resume=True, keep=1, async_save=False)
     first = checkpoint.start_date(args)
     assert abs((datetime.now() - first).total_seconds()) < 60
-    settings = {"--data": "chats (SHA-256 0123456789ab)", checkpoint.DATE: first.isoformat()}
+    settings = {"--model": "nano", "--data": "chats", "--seed": 0}
+    settings[checkpoint.DATE] = first.isoformat()
     started = checkpoint.Run(args, settings=settings)
     started.lock.release()
 
@@ -477,7 +463,7 @@ def test_what_lies_in_the_run_dir_is_left_out_from_the_first_start(project):
 def test_files_with_the_names_of_a_runs_are_text_where_they_are_no_runs(project):
     (project / "songs").mkdir()
     (project / "songs/metrics.jsonl").write_text(jsonl([lines("song", 100)]), encoding="utf-8")
-    (project / "songs/settings.json").write_text('{"volume": 11}', encoding="utf-8")
+    (project / "songs/run.json").write_text('{"volume": 11}', encoding="utf-8")
     assert sum(sizes(train_here(project))) == 4 * 3202
 
 
@@ -495,19 +481,8 @@ def test_prepare_data_leaves_out_runs_and_its_own_output(project):
     assert summary["documents"] == 3
 
 
-# --- locks, where flock does not work
+# --- locks
 
-NO_FLOCK = """
-import errno, fcntl
-def no(*_):
-    raise OSError(errno.{0}, os.strerror(errno.{0}))
-fcntl.flock = no
-fcntl.lockf = no
-"""
-FLOCK_DOES_NOTHING = """
-import fcntl
-fcntl.flock = lambda *_: None
-"""
 LEASE = """
 from training import lock
 lock.LEASE_SECONDS = {0}
@@ -518,12 +493,6 @@ OTHER_NODE = """
 import socket
 socket.gethostname = lambda: "another-node"
 """
-FLOCKS = {
-    "ENOSYS": NO_FLOCK.format("ENOSYS"),
-    "EOPNOTSUPP": NO_FLOCK.format("EOPNOTSUPP"),
-    "ENOLCK": NO_FLOCK.format("ENOLCK"),
-    "nothing": FLOCK_DOES_NOTHING,
-}
 
 
 def with_locks(folder: Path, *preludes: str, lease_seconds: float = 2) -> Path:
@@ -531,27 +500,19 @@ def with_locks(folder: Path, *preludes: str, lease_seconds: float = 2) -> Path:
     return with_prelude(BASELINE, folder, "".join([*preludes, LEASE.format(lease_seconds)]))
 
 
-@pytest.mark.parametrize(
-    ("flock", "node"),
-    [
-        ("ENOSYS", "another node"),
-        ("nothing", "the same node"),
-        pytest.param("EOPNOTSUPP", "another node", marks=pytest.mark.full),
-        pytest.param("ENOLCK", "the same node", marks=pytest.mark.full),
-    ],
-)
-def test_two_runs_exclude_each_other_without_flock(tmp_path, flock, node):
+@pytest.mark.parametrize("prelude", ["", OTHER_NODE], ids=["same node", "another node"])
+def test_two_runs_exclude_each_other(tmp_path, prelude):
     """A live run keeps its folder. After kill -9 the next run takes it."""
     live_folder = tmp_path / "live"
-    other_node = [OTHER_NODE] if node == "another node" else []
-    script = with_locks(tmp_path / "1", FLOCKS[flock], *other_node)
+    script = with_locks(tmp_path / "1", prelude)
     process = launch(script, live_folder, "--steps", 100_000, "--save-every", 5)
-    second = with_locks(tmp_path / "2", FLOCKS[flock])
+    second = with_locks(tmp_path / "2")
     flags = ["--run-dir", live_folder / "run", "--resume"]
     try:
         assert holds(process, lambda: (live_folder / "run/step-00000005").exists())
         refused = train(second, tmp_path / "2", *flags, code=2, RUN_DIR_LOCK_SECONDS="1")
-        assert_refused(refused, "--run-dir", "live run", ".lock")
+        host = "another-node" if prelude else socket.gethostname()
+        assert_refused(refused, "--run-dir", "live run", f"process {process.pid} on {host}")
         assert process.poll() is None
     finally:
         kill_all(process)
@@ -591,11 +552,10 @@ def lease_of_a_dead_node(once) -> str:
     return once("dead node", kill_a_run)
 
 
-@pytest.mark.parametrize("flock", ["ENOSYS", "works"])
 @pytest.mark.parametrize("lock", [lock_run_folder, lock_cache])
-def test_the_lock_of_a_dead_node_is_taken(tmp_path, lease_of_a_dead_node, lock, flock):
+def test_the_lock_of_a_dead_node_is_taken(tmp_path, lease_of_a_dead_node, lock):
     lock(tmp_path, lease_of_a_dead_node)
-    script = with_locks(tmp_path, FLOCKS.get(flock, ""))
+    script = with_locks(tmp_path)
     result = train(script, tmp_path, *SHORT, CORPUS_CACHE=str(tmp_path / "cache"))
     assert result.summary["steps"] == 1
     [told] = [line for line in result.out.splitlines() if line.startswith("waiting for ")]
@@ -603,15 +563,16 @@ def test_the_lock_of_a_dead_node_is_taken(tmp_path, lease_of_a_dead_node, lock, 
     assert "another-node" in told
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a boot id")
-def test_the_lock_of_a_dead_container_is_taken_at_once_where_flock_works(
-    tmp_path, lease_of_a_dead_node
-):
-    lease = lease_of_a_dead_node.replace("duration=2", "duration=3600")
-    token = process_start_token(os.getpid())
-    lock_run_folder(tmp_path, lease.replace("start=1", f"start={token}"))
-    result = train(with_locks(tmp_path, lease_seconds=3600), tmp_path, *SHORT)
-    assert result.summary["steps"] == 1
+def test_a_run_ends_when_another_has_taken_its_lock(tmp_path, lease_of_a_dead_node):
+    """Another run takes the lock of one that was suspended."""
+    process = launch(with_locks(tmp_path), tmp_path, "--steps", 100_000, "--save-every", 2)
+    assert holds(process, lambda: steps_logged(tmp_path) > 0)
+    lock_of_another = tmp_path / "other.lease"
+    lock_of_another.write_text(lease_of_a_dead_node, encoding="utf-8")
+    os.replace(lock_of_another, tmp_path / "run/.lock.lease")
+    result = finish(process, tmp_path)
+    assert_refused(result, ".lock.lease", "another run")
+    assert (tmp_path / "run/.lock.lease").read_text(encoding="utf-8") == lease_of_a_dead_node
 
 
 @pytest.mark.parametrize("lock", [lock_run_folder, lock_cache])

@@ -2,9 +2,9 @@
 
 A run has one folder:
 
-    settings.json       flags that must not change on a resume, such as --data (training/flags.py)
-    flags.json          the other flags, which a resume has, too, unless they are given
-    .lock, .lock.lease  locked by the process that trains in this folder (training/lock.py)
+    run.json            settings, which must not change on a resume, such as --data, and the other
+                        flags, which a resume has, too, unless they are given (training/flags.py)
+    .lock.lease         held by the process that trains in this folder (training/lock.py)
     metrics.jsonl       written by training.meter.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
@@ -53,22 +53,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common import files
-from common.exits import (
-    UserError,
-    before_exit,
-    before_user_error_exit,
-    disk_message,
-    free_space,
-)
+from common.exits import UserError, at_exit, disk_message, free_space, user_message
 from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
-from lm import shapes
 from training import flags
 from training.lock import InUseError, Lock
 from training.run_folder import (
+    RUN_FILE,
+    RUN_FILES,
     file_sha256,
     find_damage,
     is_checkpoint,
     list_checkpoints,
+    read_run,
     read_settings,
 )
 
@@ -96,9 +92,7 @@ STATE_DICT_OPTIONS = {
 }
 
 
-# Settings that runs of older versions do not have.
-DATE = "date"
-ADDED_SETTINGS = (flags.WEIGHTS, flags.FORMAT, DATE)
+DATE = "date"  # the setting that start_date returns
 
 
 class Run:
@@ -121,6 +115,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, *, settings: dict) -> None:
         _check_same_on_all_ranks(settings)
+        self.settings = settings
         self.keep = args.keep
         self.folder = args.run_dir or on_rank0(_new_folder)
         on_rank0(lambda: self._open_folder(settings, args))
@@ -135,18 +130,19 @@ class Run:
 
         self.executor = ThreadPoolExecutor(max_workers=1) if args.async_save else None
         self.pending_save: Future | None = None
-        # A script that ends with a UserError completes its save in the background first.
-        before_user_error_exit.append(self.wait)
+        at_exit.push(self._complete_save)
 
     def remember_flags(self, args: argparse.Namespace, micro_batch_size: int | None) -> None:
         """Write the flags, and the size of a micro-batch, that a resumed run has if none are given.
 
         Raise UserError if the file cannot be written.
         """
-        remembered = flags.remembered_flags(args, micro_batch_size)
-        write = partial(write_json, self.folder / flags.FLAGS_FILE, remembered)
+        run = {
+            "settings": self.settings,
+            "flags": flags.remembered_flags(args, micro_batch_size),
+        }
         try:
-            on_rank0(write)
+            on_rank0(partial(write_json, self.folder / RUN_FILE, run))
         except OSError as error:
             raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
 
@@ -174,6 +170,12 @@ class Run:
         """Wait for the save in the background, if there is one. Raise UserError if it failed."""
         if self.pending_save is not None:
             self.pending_save.result()
+
+    def _complete_save(self, _kind, error: BaseException | None, _trace) -> None:
+        """Complete the save in the background before a script ends with an error of the user."""
+        if error is not None and user_message(error) is not None:
+            with contextlib.suppress(Exception):  # which must not hide that error
+                self.wait()
 
     def find_intact(self) -> Path | None:
         """Return the newest intact checkpoint, or None if the folder has no checkpoint.
@@ -205,15 +207,12 @@ class Run:
         flag = f"--run-dir {self.folder}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The system releases a flock when the last process that has the file open ends. The
-            # DataLoader's workers have it open, too, and outlive a kill -9 of their rank by some
-            # seconds: so wait. On NFS, the flock of a machine that died stays for 90 seconds: set
-            # RUN_DIR_LOCK_SECONDS to more than that there.
-            self.lock = Lock(self.folder / ".lock")
+            self.lock = Lock(self.folder / ".lock.lease")
             self.lock.acquire(flags.lock_seconds())
-            before_exit.append(self.lock.release)
+            at_exit.callback(self.lock.release)
             self._check_settings(settings, args.resume)
-            write_json(self.folder / "settings.json", settings)
+            earlier = read_run(self.folder)["flags"]
+            write_json(self.folder / RUN_FILE, {"settings": settings, "flags": earlier})
         except InUseError as error:
             raise UserError(
                 f"{flag} is in use by a live run ({error}): choose another --run-dir, "
@@ -228,48 +227,37 @@ class Run:
     def _check_settings(self, settings: dict, resume: bool) -> None:
         """Raise UserError if the folder belongs to a run that this one must not continue."""
         flag = f"--run-dir {self.folder}"
-        file = self.folder / "settings.json"
         checkpoints = list_checkpoints(self.folder)
-        if checkpoints and not file.exists():
-            raise UserError(
-                f"{flag} holds checkpoints without the settings.json of their run: "
-                "copy that file there, too"
-            )
+        saved_settings = read_settings(self.folder)
+        if not saved_settings:
+            if checkpoints and not (self.folder / RUN_FILE).exists():
+                raise UserError(
+                    f"{flag} holds checkpoints without the {RUN_FILE} of their run: "
+                    "copy that file there, too"
+                )
+            for name in RUN_FILES:
+                if os.path.lexists(self.folder / name):
+                    raise UserError(
+                        f"{flag} holds a {name} that no run has written: nothing is overwritten; "
+                        "choose another --run-dir"
+                    )
+            return  # a new run
 
-        saved_settings = settings  # of a new folder
-        if file.exists():
-            saved_settings = read_settings(self.folder)
-            own_files = saved_settings != {}
-        else:
-            own_files = not any(os.path.lexists(self.folder / name) for name in flags.RUN_FILES)
-        if not own_files:
-            raise UserError(
-                f"{flag} holds {' or '.join(flags.RUN_FILES)} that no run has written: "
-                "nothing is overwritten; choose another --run-dir"
-            )
-        names = list(dict.fromkeys([*settings, *saved_settings]))  # of both, each once
         # The hash of --data is over token ids. So if it is the same, the tokenizer is the same, and
         # its name may be written in another way, or left out where it is the default.
         same_tokens = flags.same_setting(settings.get("--data"), saved_settings.get("--data"))
         differences = []
-        for name in names:
+        for name in dict.fromkeys([*settings, *saved_settings]):  # of both, each once
             now = settings.get(name)
             saved = saved_settings.get(name)
             if flags.same_setting(now, saved):
                 continue
-            if name == "--model" and _is_same_model(now, checkpoints):
-                continue
             if name == "--tokenizer" and same_tokens:
-                continue
-            if name not in saved_settings and name in ADDED_SETTINGS:
                 continue
             differences.append(f"{name} {now} (was {saved})")
         if differences:
-            hint = ""
-            if flags.FORMAT not in saved_settings and not same_tokens:
-                hint = " (an older version made this run, and may have split --data in another way)"
             raise UserError(
-                f"{flag} holds a run with other settings: {', '.join(differences)}{hint}; "
+                f"{flag} holds a run with other settings: {', '.join(differences)}; "
                 "choose another --run-dir"
             )
 
@@ -280,7 +268,7 @@ class Run:
 
     def _check_visible_to_all_ranks(self) -> None:
         """Raise UserError if the folder is on a disk that some ranks do not see."""
-        visible = all_gather((self.folder / "settings.json").exists())
+        visible = all_gather((self.folder / RUN_FILE).exists())
         if not all(visible):
             raise UserError(
                 f"--run-dir {self.folder}: rank {visible.index(False)} does not see it: "
@@ -373,9 +361,8 @@ def start_date(args: argparse.Namespace) -> datetime:
         if args.run_dir is None:
             return now
         # If the file is missing or damaged, this is a new run, or Run will raise.
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            settings = json.loads((args.run_dir / "settings.json").read_text(encoding="utf-8"))
-            return datetime.fromisoformat(settings[DATE])
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return datetime.fromisoformat(read_settings(args.run_dir)[DATE])
         return now
 
     return on_rank0(read)
@@ -472,23 +459,6 @@ def _check_same_on_all_ranks(settings: dict) -> None:
                 f"{', '.join(different)} of rank {rank} is not that of rank 0: "
                 "use the same files and flags on every node"
             )
-
-
-def _is_same_model(now: str, checkpoints: list[Path]) -> bool:
-    """Return whether a --model setting describes the model of the checkpoints.
-
-    A --model setting is "NAME (SHA-256 ...)", with the hash of repr(Config). If a later version of
-    this repository adds a field to Config, the hash of every model changes. So compute the hash
-    again, from the config.json in a checkpoint, and compare that.
-    """
-    for path in checkpoints:
-        try:
-            config = shapes.parse_config(shapes.read_config_json(str(path)), str(path))
-        except UserError:
-            continue  # config.json is damaged
-        if flags.same_setting(flags.with_hash("", repr(config)), now):
-            return True
-    return False
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:

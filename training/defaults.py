@@ -1,9 +1,12 @@
-"""What the training scripts train if --model is not given: a small model on a CPU, more on a GPU.
+"""The values of flags that are not given: a small model on a CPU, more on a GPU.
 
 This file does not import torch, so that the planner can describe the scripts on any machine.
 """
 
 from typing import NamedTuple
+
+# The models that --model knows by name. lm/shapes.py has their sizes.
+MODEL_NAMES = ("nano", "wide", "llama-124m", "llama-1b", "llama-8b", "llama-70b", "llama-405b")
 
 
 class Defaults(NamedTuple):
@@ -31,3 +34,15 @@ def default_flags(*, on_gpu: bool, model: str | None) -> Defaults:
     if model is not None:
         return ON_CPU._replace(model=model)
     return ON_GPU if on_gpu else ON_CPU
+
+
+class Recipe(NamedTuple):
+    """The values of three flags that depend on the model."""
+
+    seq_len: int
+    lr: float  # peak learning rate of AdamW
+    warmup_steps: int  # for the default run of 100 steps; runs of a trillion tokens take 2,000
+
+
+# For a small model, nano or one of your own. lm/shapes.py has those of larger models.
+SMALL = Recipe(seq_len=64, lr=2e-3, warmup_steps=10)

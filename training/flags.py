@@ -2,15 +2,15 @@
 
 A flag that is not given on the command line gets its value from
 
-    1. the run that is resumed: flags.json in its folder, which checkpoint.Run writes
+    1. the run that is resumed: run.json in its folder, which checkpoint.Run writes
     2. training/defaults.py: --model, --global-batch-size, --steps and --compile, by device
-    3. the model's recipe (lm/shapes.py): --seq-len, --lr and --warmup-steps
+    3. the model: shapes.use_recipe sets --seq-len, --lr and --warmup-steps for a model of lm/. A
+       model of your own has those of a small model
 """
 
 import argparse
 import hashlib
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -31,9 +31,8 @@ from common.cli import (
     processes,
 )
 from common.exits import UserError
-from lm.shapes import SIZES, has_weights, recipe
-from lm.weight_files import weight_files
-from training.defaults import ON_CPU, ON_GPU, default_flags
+from training.defaults import MODEL_NAMES, ON_CPU, ON_GPU, SMALL, default_flags
+from training.run_folder import RUN_FILES, read_run
 from training.trackers import check_packages
 
 # The flags that must be the same on --resume, because they change the losses. All other flags may
@@ -69,22 +68,12 @@ REMEMBERED_FLAGS = (
     "tensorboard",
     "wandb",
 )
-FLAGS_FILE = "flags.json"
-# The files of a run that are replaced while it goes on, by checkpoint.py and meter.py.
-RUN_FILES = ("settings.json", FLAGS_FILE, "metrics.jsonl", "loss.png")
-# Settings that are no flags. Runs of version 0.2.0 do not have them.
-WEIGHTS = "weights of --model"
-FORMAT = "format of these settings"
-
-# weights_fingerprint reads so many samples of so many bytes from each file.
-SAMPLES = 16
-SAMPLE_BYTES = 2**16
 
 
 class TrainingParser(Parser):
     """Parse the flags of a training script. A chapter adds its own flags with add_argument."""
 
-    names = Parser.names | SIZES.keys()
+    names = Parser.names | set(MODEL_NAMES)
     folders_of_outputs = frozenset({"--run-dir"})
 
     def __init__(self, description: str) -> None:
@@ -212,17 +201,14 @@ class TrainingParser(Parser):
         args.given = self._given(arguments)
         args.earlier_micro_batch_size = None
         if args.resume:
-            earlier = read_flags(args.run_dir)
+            earlier = read_run(args.run_dir)["flags"]
             args.earlier_micro_batch_size = earlier.get("micro_batch_size")
             for name in REMEMBERED_FLAGS:
                 if name not in args.given and name in earlier:
                     setattr(args, name, earlier[name])
+                    args.given.add(name)
         _fill(args, default_flags(on_gpu=uses_gpu(args.device), model=args.model))
-        try:
-            _fill(args, recipe(args.model))
-        except UserError:
-            # It may be a model of yours, which your load_training_objects knows. If not, it raises.
-            _fill(args, recipe("nano"))
+        _fill(args, SMALL)
         check_packages(tensorboard=args.tensorboard, wandb=args.wandb)
         self.check_outputs(args)  # again, with the flags of the run that is resumed
         return args
@@ -279,17 +265,8 @@ def uses_gpu(device: str) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= (7, 0)
 
 
-def read_flags(run_dir: Path) -> dict:
-    """Return the flags that a run remembers. Older runs have none, and a new folder neither."""
-    try:
-        flags = json.loads((run_dir / FLAGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return flags if isinstance(flags, dict) else {}
-
-
 def remembered_flags(args: argparse.Namespace, micro_batch_size: int | None) -> dict:
-    """Return the flags for flags.json of a run, which a resumed run has if they are not given."""
+    """Return the flags that a resumed run has if they are not given."""
     flags = {"micro_batch_size": micro_batch_size}
     for name in REMEMBERED_FLAGS:
         if hasattr(args, name):
@@ -305,13 +282,13 @@ def lock_seconds() -> float:
     return environment_number("RUN_DIR_LOCK_SECONDS", not_negative, "10")
 
 
-def settings(args: argparse.Namespace, **contents: str) -> dict:
+def settings(args: argparse.Namespace, **contents: str | None) -> dict:
     """Return the settings of a run that must be the same on --resume, by flag.
 
     `contents` are texts that some flags stand for, such as data=the hash of all tokens. A file may
     change and keep its name, or move and keep its content. So the setting of such a flag is its
     value, for people, and a hash of the text, which same_setting compares. A name that is no flag
-    in FIXED_FLAGS is a setting of its own.
+    in FIXED_FLAGS is a setting of its own. A text that is None is left out.
     """
     values = {}
     for name in FIXED_FLAGS:
@@ -320,39 +297,22 @@ def settings(args: argparse.Namespace, **contents: str) -> dict:
     if args.eval_data is not None:
         values["--data"] += f" with --eval-data {args.eval_data}"
     for name, content in contents.items():
-        flag = f"--{name}"
-        values[flag] = with_hash(values.get(flag, name), content)
-    if has_weights(args.model):
-        values[WEIGHTS] = with_hash(args.model, weights_fingerprint(Path(args.model)))
-    values[FORMAT] = 2
+        if content is None:
+            continue
+        flag = f"--{name}" if name in FIXED_FLAGS else name
+        values[flag] = with_hash(values.get(flag, ""), content)
     return values
 
 
 def with_hash(value: str, content: str) -> str:
     """Return a setting with a hash of the content it stands for: "nano (SHA-256 1b4f0e985197)"."""
     sha256 = hashlib.sha256(content.encode()).hexdigest()
-    return f"{value} (SHA-256 {sha256[:12]})"
+    return f"{value} (SHA-256 {sha256[:12]})".lstrip()
 
 
 def same_setting(one: object, other: object) -> bool:
     """Return whether two values of a setting are equal. Of values with a hash, only that counts."""
-    hashes = [re.search(r" \(SHA-256 (\w+)\)$", str(value)) for value in (one, other)]
+    hashes = [re.search(r"\(SHA-256 (\w+)\)$", str(value)) for value in (one, other)]
     if all(hashes):
         return hashes[0][1] == hashes[1][1]
     return one == other
-
-
-def weights_fingerprint(folder: Path) -> str:
-    """Return a hash of the sizes of the weight files in a folder, and of samples from each file.
-
-    Large models have hundreds of gigabytes, which would take minutes to read.
-    """
-    fingerprint = hashlib.sha256()
-    for path in weight_files(folder):
-        size = path.stat().st_size
-        fingerprint.update(f"{size} ".encode())
-        with open(path, "rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(size * sample // SAMPLES)
-                fingerprint.update(file.read(SAMPLE_BYTES))
-    return fingerprint.hexdigest()

@@ -84,7 +84,6 @@ class Meter:
 
         # The whole run's records, on rank 0, and where they go beside metrics.jsonl.
         self.records: list[dict] = []
-        self.trackers: list[trackers.TensorBoard | trackers.WeightsAndBiases] = []
         on_rank0(self._open_file)
         on_rank0(lambda: self._open_trackers(tensorboard, wandb))
         self.plotted_records = 0
@@ -268,8 +267,6 @@ class Meter:
         if not is_rank0():
             return
         self._draw_plot()
-        for tracker in self.trackers:
-            tracker.close()
         losses = [record["loss"] for record in self.records if "loss" in record]
         val_losses = [record["val_loss"] for record in self.records if "val_loss" in record]
 
@@ -342,13 +339,13 @@ class Meter:
         self.file = file.open("a", encoding="utf-8")
 
     def _open_trackers(self, tensorboard: bool, wandb: bool) -> None:
-        if tensorboard:
-            tracker = trackers.TensorBoard(
-                self.folder, start_step=self.start_step, records=self.records
-            )
-            self.trackers.append(tracker)
-        if wandb:
-            self.trackers.append(trackers.WeightsAndBiases(self.folder))
+        self.show = trackers.open_trackers(
+            self.folder,
+            tensorboard=tensorboard,
+            wandb=wandb,
+            start_step=self.start_step,
+            records=self.records,
+        )
 
     def _last_logged(self) -> dict:
         """Return the last record of training, or {}."""
@@ -362,8 +359,7 @@ class Meter:
         with writing("metrics", self.folder):
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-            for tracker in self.trackers:
-                tracker.write(record)
+            self.show(record)
         print_line(line)
         if "stdout" in output.lost and not self.told_lost_output:
             self.told_lost_output = True

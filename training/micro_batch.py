@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from common import exits, hardware, report, runtime
+from common.exits import UserError
 
 GIB = 2**30
 MEMORY_SHARE = 0.9  # of the free memory. The rest is for fragmentation
@@ -146,7 +147,7 @@ def largest_that_fits(
     size = smallest_size(model, share)
     if share % (2 * size) != 0:
         return size  # there is no other
-    remember_peak(device)
+    report.remember_peak(device)
     with without_trace(model, optimizer, device):
         explain(size)
         run(size)  # allocates gradients, and libraries allocate their workspaces
@@ -252,11 +253,6 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 # --- the memory of a GPU
 
 
-def remember_peak(device: torch.device) -> None:
-    """Keep the peak so far for the report at the end of the script."""
-    report.earlier_peaks.append(torch.cuda.max_memory_allocated(device))
-
-
 def peak_bytes(
     run: Callable[[int], None],
     optimizer: torch.optim.Optimizer,
@@ -315,9 +311,13 @@ def explain_out_of_memory(
     is_sharded = "--zero 3" in estimate_flags
     fixes.append("more GPUs" if is_sharded else "more GPUs with 06_fsdp_zero/train_fsdp.py")
     command = estimate_command(args, device, estimate_flags)
-    exits.out_of_memory_help.append(
-        f"{problem}: use {' or '.join(fixes)}; `{command}` prints the largest size"
-    )
+    advice = f"{problem}: use {' or '.join(fixes)}; `{command}` prints the largest size"
+
+    def add_advice(_kind, error: BaseException | None, _trace) -> None:
+        if exits.is_out_of_memory(error):
+            raise UserError(f"out of memory: {advice}") from None
+
+    exits.at_exit.push(add_advice)
 
 
 def estimate_command(args, device: torch.device, flags: str) -> str:

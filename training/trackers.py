@@ -8,15 +8,16 @@ of it goes into the folder of the run:
     loss.png            the losses of the whole run
 """
 
-import json
 import os
 import secrets
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from common import files
-from common.exits import UserError, before_exit, before_user_error_exit
+from common.exits import UserError, at_exit
 from common.runtime import is_rank0
+from training.run_folder import read_run
 
 WANDB_PROJECT = "gpu-training-reference"  # unless the environment variable of this name is set
 
@@ -51,106 +52,100 @@ def check_packages(*, tensorboard: bool, wandb: bool) -> None:
             raise UserError(f"--{package} needs the package {package}: pip install {package}")
 
 
-class TensorBoard:
-    """Write records as TensorBoard's event files, one scalar per number, under the record's step.
+def open_trackers(
+    folder: Path, *, tensorboard: bool, wandb: bool, start_step: int, records: list[dict]
+) -> Callable[[dict], None]:
+    """Return a function that shows a record in TensorBoard and W&B, if these are switched on.
 
-    The tag of a number is its name in CHARTS.
-
-    A resumed run repeats the steps after its checkpoint. TensorBoard then drops what the event
-    files have of these steps.
+    The name of a number there is its name in CHARTS. Both are closed when the script ends.
 
     Arguments:
         folder: the folder of the run
         start_step: the step from which the run is resumed, or 0
-        records: the records up to start_step. They are written if there are no event files, as when
-            the run had no --tensorboard until now
+        records: the records up to start_step
+
+    Raise UserError if W&B does not accept the run, for example because nobody is logged in.
     """
+    writers = []
+    if tensorboard:
+        writers.append(_open_tensorboard(folder, start_step, records))
+    if wandb:
+        writers.append(_open_wandb(folder))
 
-    def __init__(self, folder: Path, *, start_step: int, records: list[dict]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def log(record: dict) -> None:
+        for write in writers:
+            write(_plain_values(record))
 
-        logs = folder / "tensorboard"
-        is_new = not any(logs.glob("events.out.tfevents.*"))
-        self.writer = SummaryWriter(str(logs), purge_step=start_step + 1)
-        if is_new:
-            for record in records:
-                self.write(record)
+    return log
 
-    def write(self, record: dict) -> None:
-        """Write one record to the disk."""
-        for name, value in _plain_values(record).items():
+
+def _open_tensorboard(folder: Path, start_step: int, records: list[dict]) -> Callable[[dict], None]:
+    """Return a function that writes values as TensorBoard's event files, under their step.
+
+    A resumed run repeats the steps after its checkpoint. TensorBoard then drops what the event
+    files have of these steps. If there are no event files, as when the run had no --tensorboard
+    until now, the records up to the checkpoint are written first.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    logs = folder / "tensorboard"
+    is_new = not any(logs.glob("events.out.tfevents.*"))
+    writer = SummaryWriter(str(logs), purge_step=start_step + 1)
+    at_exit.callback(writer.close)
+
+    def write(values: dict) -> None:
+        for name, value in values.items():
             if isinstance(value, str):
-                self.writer.add_text(name, value, record["step"])
+                writer.add_text(name, value, values["step"])
             elif name != "step":
-                self.writer.add_scalar(name, value, record["step"])
-        self.writer.flush()
+                writer.add_scalar(name, value, values["step"])
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the event file."""
-        self.writer.close()
+    if is_new:
+        for record in records:
+            write(_plain_values(record))
+    return write
 
 
-class WeightsAndBiases:
-    """Log records to Weights & Biases, under the names of CHARTS.
+def _open_wandb(folder: Path) -> Callable[[dict], None]:
+    """Return a function that logs values to Weights & Biases.
 
     The project is WANDB_PROJECT, the run is named after the folder. The settings of the run are its
     W&B config. With the environment variable WANDB_MODE=offline it needs no network.
 
     A resumed run continues the run at W&B and logs the steps after its checkpoint again. W&B cannot
     drop what it has of them, so they have two points in a chart, which are equal.
-
-    Raise UserError if W&B does not accept the run, for example because nobody is logged in.
     """
+    import wandb
 
-    def __init__(self, folder: Path) -> None:
-        import wandb
+    id_file = folder / "wandb.id"
+    if id_file.exists():
+        run_id = id_file.read_text(encoding="utf-8").strip()
+    else:
+        run_id = secrets.token_hex(4)
+        id_file.write_text(run_id + "\n", encoding="utf-8")
 
-        id_file = folder / "wandb.id"
-        if id_file.exists():
-            run_id = id_file.read_text(encoding="utf-8").strip()
-        else:
-            run_id = secrets.token_hex(4)
-            id_file.write_text(run_id + "\n", encoding="utf-8")
+    saved = read_run(folder)
+    try:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
+            dir=str(folder),
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            config=saved["flags"] | saved["settings"],
+        )
+    except (wandb.errors.Error, ValueError) as error:
+        raise UserError(f"--wandb: {error} Run `wandb login`, or set WANDB_MODE=offline") from None
+    # W&B counts calls of log, and drops calls with a smaller step than before. So the step is a
+    # value like others, and charts are drawn over it.
+    run.define_metric("*", step_metric="step")
 
-        settings = {}
-        settings_file = folder / "settings.json"
-        if settings_file.exists():
-            settings = json.loads(settings_file.read_text(encoding="utf-8"))
-        try:
-            self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
-                dir=str(folder),
-                name=folder.name,
-                id=run_id,
-                resume="allow",
-                config=settings,
-            )
-        except (wandb.errors.Error, ValueError) as error:
-            raise UserError(
-                f"--wandb: {error} Run `wandb login`, or set WANDB_MODE=offline"
-            ) from None
-        # W&B counts calls of log, and drops calls with a smaller step than before. So the step is a
-        # value like others, and charts are drawn over it.
-        self.run.define_metric("*", step_metric="step")
-        # A run that fails does not reach close(). The summary of W&B comes before the line of an
-        # error, which must be the last line.
-        self.finished = False
-        before_user_error_exit.append(self._fail)
-        before_exit.append(self._fail)
+    def finish(_kind, error: BaseException | None, _trace) -> None:
+        run.finish(exit_code=0 if error is None else 1)  # waits until W&B has all of it
 
-    def write(self, record: dict) -> None:
-        """Log one record. A thread of W&B sends it."""
-        self.run.log(_plain_values(record))
-
-    def close(self) -> None:
-        """Mark the run as finished, and wait until W&B has all of it."""
-        self.finished = True
-        self.run.finish()
-
-    def _fail(self) -> None:
-        if not self.finished:
-            self.finished = True
-            self.run.finish(exit_code=1)
+    at_exit.push(finish)
+    return run.log
 
 
 def _plain_values(record: dict) -> dict:

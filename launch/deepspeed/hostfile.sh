@@ -17,7 +17,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # export GLOO_SOCKET_IFNAME=eth0
 # --- SITE: how long the slowest rank may take, in seconds; a dead host ends the job everywhere after that
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}
-export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
+export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # for a run that still ends in the same folder
 # --- end of SITE
 
 [[ $RUN_DIR_LOCK_SECONDS =~ ^[0-9]+$ ]] || fail "RUN_DIR_LOCK_SECONDS=$RUN_DIR_LOCK_SECONDS is not whole seconds"

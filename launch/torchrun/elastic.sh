@@ -21,7 +21,7 @@ join=${JOIN_TIMEOUT_SECONDS:-300}                                               
 last_call=${LAST_CALL_SECONDS:-30}                                              # from then on, for more
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}            # for the slowest rank
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}     # for a step and a save, then kill -9
-export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
+export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # for a run that still ends in the same folder
 # --- SITE: a node is dead after 3 missing heartbeats of 5 s. Nodes whose clocks are further apart than that take each
 # other for dead: set the clocks by NTP, and MIN to more than half of MAX where none may train alone
 heartbeat=${HEARTBEAT_SECONDS:-5}

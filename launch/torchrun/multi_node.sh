@@ -27,7 +27,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 join=${JOIN_TIMEOUT_SECONDS:-300}                                            # for all nodes to boot and to start this
 export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}         # for the slowest rank: a save, evaluation
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}  # for a step and a save, then kill -9
-export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # NFSv4, Lustre: a dead node's lock is kept for about 90 s
+export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # for a run that still ends in the same folder
 # --- end of SITE
 
 command -v torchrun >/dev/null || fail "there is no torchrun on the PATH: activate the environment that has torch"

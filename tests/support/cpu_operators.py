@@ -95,7 +95,7 @@ def main() -> None:
     sys.path.append(str(Path(script).resolve().parents[1]))
     from common import exits
 
-    exits.before_exit.append(write)  # scripts end without returning
+    exits.at_exit.callback(write)  # scripts end without returning
     with counted:
         runpy.run_path(script, run_name="__main__")
 

@@ -324,7 +324,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 def content(folder: Path) -> dict[str, bytes]:
     """The files of a run's folder, without its lock."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock.lease"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

@@ -1,11 +1,24 @@
-"""Count the bytes that a rank holds for training, and compute what ZeRO makes it hold and send."""
+"""Shard a model as train_fsdp.py does, and count the bytes that a rank holds and sends."""
 
 import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+
+def shard_groups(model: nn.Module, options: dict) -> None:
+    """Shard a model in the groups that train_fsdp.py shows, with these options of fully_shard."""
+    for block in model.model.layers.values():
+        fully_shard(block, **options)
+    if not model.config.tie_word_embeddings:
+        fully_shard(model.model.embed_tokens, **options)
+        model.model.embed_tokens.set_unshard_in_backward(False)
+        head_options = options | {"reshard_after_forward": False}
+        fully_shard([model.model.norm, model.lm_head], **head_options)
+    fully_shard(model, **options)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
