@@ -1,23 +1,23 @@
 """Flags, damaged folders, the comparison with transformers and the summary of prepare_data.py."""
 
 import argparse
-import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
 
 import numpy as np
 
 from common import cli, exits, files, report
-from lm import corpus
+from lm import documents, token_folder
 from lm.tokenizer import open_tokenizer
 
 CPU = SimpleNamespace(type="cpu")  # stands for torch.device: this script does not import torch
 PARTS = "parts"  # the folder in --out with what is not joined yet
-RESULTS = ("source.json", "corpus.json", "train.npy", "held_out.npy")
+RESULTS = ("source.json", *token_folder.NAMES)
+# What a part holds of each document, beside its tokens. Copies have the same hash.
+DOCUMENT = np.dtype([("hash", np.uint64), ("bytes", np.int64), ("tokens", np.int64)])
 COMPARED_BYTES = 2**20  # of text, which transformers tokenizes as well
 
 
@@ -71,17 +71,16 @@ def parse_args(doc: str) -> argparse.Namespace:
     return args
 
 
-def find_sources(args: argparse.Namespace) -> corpus.Sources:
+def find_sources(args: argparse.Namespace) -> documents.Sources:
     """Find what --data refers to. Raise UserError for a file whose type is not read."""
-    sources = corpus.sources(args.data, args.config, args.split, outputs=[args.out])
+    sources = documents.find(args.data, args.config, args.split, outputs=[args.out])
     if sources.other_files:
         raise exits.UserError(
             f"--data {args.data} holds {sources.other_files[0]}, which cannot be read: "
             "convert or move it"
         )
     if sources.run_outputs:
-        names = ", ".join(sources.run_outputs[:3])
-        print(f"--data {args.data}: left out what runs and this script have written: {names}")
+        print(f"--data {args.data}: {sources.left_out()}")
     return sources
 
 
@@ -96,24 +95,6 @@ def print_end_token(args: argparse.Namespace, about: dict) -> None:
 # --- files
 
 
-def row_group_sizes(path: str) -> list[int]:
-    """Return the bytes of each row group of a .parquet file."""
-    with corpus.as_user_error(f"--data {path}"):
-        from pyarrow import parquet
-
-        metadata = parquet.ParquetFile(path).metadata
-    sizes = []
-    for group in range(metadata.num_row_groups):
-        sizes.append(metadata.row_group(group).total_byte_size)
-    return sizes
-
-
-def write_npy_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
-    """Write the header of a .npy file of `count` elements."""
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(file, header)
-
-
 def open_out(out: Path) -> None:
     """Create --out and the folder of its parts. Raise UserError if there are files of others."""
     if not (out / "source.json").exists():
@@ -122,50 +103,45 @@ def open_out(out: Path) -> None:
     files.open_folder(out / PARTS, files.UNFINISHED)
 
 
-def read_source(out: Path) -> list:
-    """Return what the folder's source.json says; raise UserError if it is damaged."""
-    try:
-        return json.loads((out / "source.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise exits.UserError(
-            f"--out {out}: source.json is damaged ({error}): delete the folder"
-        ) from None
+def part_file(out: Path, number: int, content: str) -> Path:
+    """Return the file of a part with its "tokens", or with the table of its "documents"."""
+    return out / PARTS / f"{number:06}.{content}"
 
 
-def finished_part(out: Path, number: int, dtype: str) -> dict | None:
-    """Return the counts of a part, or None if it is not finished or has lost files."""
+def is_finished(out: Path, number: int, dtype: str) -> bool:
+    """Return whether a part has all its files."""
     try:
-        counts = json.loads((out / f"{PARTS}/{number:06}.json").read_text(encoding="utf-8"))
-        for side in ("train", "held_out"):
-            size = (out / f"{PARTS}/{number:06}.{side}").stat().st_size
-            if size != counts[side] * np.dtype(dtype).itemsize:
-                return None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return counts
+        size = part_file(out, number, "tokens").stat().st_size
+        return size == read_table(out, number)["tokens"].sum() * np.dtype(dtype).itemsize
+    except OSError:
+        return False
+
+
+def read_table(out: Path, number: int) -> np.ndarray:
+    """Return what a part holds of its documents, as DOCUMENT."""
+    return np.fromfile(part_file(out, number, "documents"), DOCUMENT)
 
 
 # --- results
 
 
-def first_texts(
-    origins: Iterable, column: str, longest: int, is_held_out: Callable[[bytes], bool]
-) -> list[str]:
-    """Return the training documents in the first COMPARED_BYTES of the input."""
+def compare_with_transformers(out: Path, documents: Iterable[tuple[bytes, int]]) -> float | None:
+    """Assert that transformers makes the same first tokens. Return its tokens per CPU second.
+
+    `documents` are those of the input, each with its side. Those in the first COMPARED_BYTES are
+    compared.
+    """
+    about, train, _ = token_folder.read(out, f"--out {out}", "delete the folder")
     texts = []
     size = 0
-    for origin in origins:
-        for document in corpus.documents(origin, column, longest=longest):
-            size += len(document)
-            if size > COMPARED_BYTES:
-                return texts
-            if not is_held_out(document):
-                texts.append(document.decode())
-    return texts
+    for document, side_of_document in documents:
+        size += len(document)
+        if size > COMPARED_BYTES:
+            break
+        for side, text in token_folder.split(document, side_of_document):
+            if side == token_folder.TRAIN:
+                texts.append(text.decode(errors="replace"))
 
-
-def compare_with_transformers(train: np.ndarray, texts: list[str], about: dict) -> float | None:
-    """Assert that transformers makes the same first tokens. Return its tokens per CPU second."""
     tokenizer = open_tokenizer(about["tokenizer"])
     began = time.process_time()
     tokens_of_texts = []
@@ -190,25 +166,22 @@ def compare_with_transformers(train: np.ndarray, texts: list[str], about: dict) 
 def report_summary(
     args: argparse.Namespace,
     about: dict,
-    parts: list[dict],
+    costs: list[dict],
     reference_tokens_per_second: float | None,
     began: float,
 ) -> None:
-    """Print the summary and write --json. `parts` is empty if the folder was complete before."""
-    text_bytes = None
+    """Print the summary and write --json. `costs` are of the parts that were missing."""
     cpu_seconds = None
     tokens_per_second = None
     worker_peak = None
-    if parts:
-        text_bytes = sum(counts["text_bytes"] for counts in parts)
-        cpu_seconds = sum(counts["cpu_seconds"] for counts in parts)
-        tokens = sum(counts["train"] + counts["held_out"] for counts in parts)
-        tokens_per_second = tokens / cpu_seconds
-        worker_peak = max(counts["peak_memory_bytes"] for counts in parts)
+    if costs:
+        cpu_seconds = sum(cost["cpu_seconds"] for cost in costs)
+        tokens_per_second = sum(cost["tokens"] for cost in costs) / cpu_seconds
+        worker_peak = max(cost["peak_memory_bytes"] for cost in costs)
     summary = {
         **about,
         "tokens": about["train_tokens"] + about["held_out_tokens"],
-        "text_bytes": text_bytes,
+        "text_bytes": about.get("text_bytes"),  # older folders do not have it
         "cpu_seconds": cpu_seconds,
         "cpu_tokens_per_second": tokens_per_second,
         "transformers_cpu_tokens_per_second": reference_tokens_per_second,

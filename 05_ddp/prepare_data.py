@@ -5,8 +5,9 @@ compressed file, or a file of a data set on the hub. A worker process turns one 
 tokens, in files of its own. At the end the parts are joined, in order.
 
 A part depends on the input alone. So the processes exchange no text, and more text takes no more
-memory. After a kill the same command makes only the parts that are missing, with any number of
-workers, and the tokens are the same.
+memory, except for about 70 bytes for each document when the parts are joined. After a kill the
+same command makes only the parts that are missing, with any number of workers, and the tokens are
+the same.
 
     laptop    python 05_ddp/prepare_data.py
     one node  python 05_ddp/prepare_data.py --data web/ --tokenizer models/smollm2-135m --out tokens
@@ -16,8 +17,8 @@ workers, and the tokens are the same.
                   --data tokens --model models/smollm2-135m
 
 The folder has train.npy and held_out.npy, all tokens in one row as uint8, uint16 or uint32, and
-corpus.json. Each document ends with the tokenizer's end-of-text token. About 5 % of the documents
-are held out, by a hash of their text.
+corpus.json. Each document ends with the tokenizer's end-of-text token. 5 % of the text is held out:
+the documents with the lowest hashes, as in a training script that reads the text itself.
 
 What to look at: the token that ends a document. In a chat model it ends a turn; --end-token names
 another one. The tokens per CPU second, here and with transformers.
@@ -27,6 +28,7 @@ Previous: train.py. Next: 06_fsdp_zero/.
 
 import ctypes
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,9 +38,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import exits  # before NumPy: it says what to do without it
@@ -49,12 +51,10 @@ import _prepare_data as helper
 import numpy as np
 
 from common import files, report
-from lm import corpus, stdlib_text
+from lm import documents, encoder, token_folder
 
 PART_BYTES = 8 * 2**20  # of input: what one worker makes at once, and the most that a kill costs it
 TEXT_BYTES = 2**20  # a longer text file becomes several documents
-COPY_BYTES = 2**20  # read at once when parts are joined
-SIDES = ("train", "held_out")
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send to this process when its parent dies
 
 
@@ -94,10 +94,10 @@ def spans_of(origin) -> Iterator[Span]:
         for index in range(origin.num_shards):
             shard = origin.shard(origin.num_shards, index)
             yield Span(shard, 0, sys.maxsize, PART_BYTES)
-    elif corpus.file_type(origin) == ".parquet":
-        for group, size in enumerate(helper.row_group_sizes(origin)):
+    elif documents.file_type(origin) == ".parquet":
+        for group, size in enumerate(documents.row_group_sizes(origin)):
             yield Span(origin, group, group + 1, size)
-    elif origin.endswith(corpus.COMPRESSED):
+    elif origin.endswith(documents.COMPRESSED):
         yield Span(origin, 0, sys.maxsize, os.path.getsize(origin))
     else:  # the lines that begin in these bytes
         size = os.path.getsize(origin)
@@ -109,75 +109,52 @@ def spans_of(origin) -> Iterator[Span]:
 
 
 def make_part(number: int, part: Part, out: Path, column: str) -> dict:
-    """Read, tokenize and write a part, in a worker. Return its counts.
+    """Read, tokenize and write a part, in a worker. Return what it cost.
 
-    The counts are also written, as the last file: a part that has this file is complete.
+    The table of its documents appears last: a part that has it is complete.
     """
     began = time.process_time()
-    counts = {"documents": 0, "text_bytes": 0, "train": 0, "held_out": 0}
+    token_count = 0
     with (
-        complete_file(out, f"{helper.PARTS}/{number:06}.train") as train,
-        complete_file(out, f"{helper.PARTS}/{number:06}.held_out") as held_out,
+        exits.writing("a part", out),
+        files.complete_file(helper.part_file(out, number, "documents"), "wb") as table,
+        files.complete_file(helper.part_file(out, number, "tokens"), "wb") as file,
     ):
+        for document in documents_of([part], column):
+            tokens = encode(document)  # of start_worker
+            file.write(tokens)
+            entry = (token_folder.hash_of(document), len(document), len(tokens))
+            table.write(np.array(entry, helper.DOCUMENT))
+            token_count += len(tokens)
+    return {
+        "tokens": token_count,
+        "cpu_seconds": time.process_time() - began,
+        "peak_memory_bytes": report.peak_memory_bytes(helper.CPU),
+    }
+
+
+def documents_of(parts: list[Part], column: str) -> Iterator[bytes]:
+    """Yield the documents of parts."""
+    for part in parts:
         for span in part:
-            for document in corpus.documents(
-                span.origin, column, span.start, span.stop, TEXT_BYTES
-            ):
-                tokens = encode(document)  # of start_worker
-                if is_held_out(document):
-                    held_out.write(tokens)
-                    counts["held_out"] += len(tokens)
-                else:
-                    train.write(tokens)
-                    counts["train"] += len(tokens)
-                counts["documents"] += 1
-                counts["text_bytes"] += len(document)
-    counts["cpu_seconds"] = time.process_time() - began
-    counts["peak_memory_bytes"] = report.peak_memory_bytes(helper.CPU)
-    with complete_file(out, f"{helper.PARTS}/{number:06}.json") as file:
-        file.write(json.dumps(counts).encode())
-    return counts
-
-
-def is_held_out(document: bytes) -> bool:
-    """Return True for 5 % of all texts.
-
-    It depends on the text alone, so copies of a document are never on both sides.
-    """
-    digest = hashlib.sha256(document).digest()
-    return int.from_bytes(digest[:8], "big") < stdlib_text.HELD_OUT * 2**64
-
-
-@contextmanager
-def complete_file(out: Path, name: str) -> Iterator[IO]:
-    """Open a file that appears under its name when it is complete, or, after a kill, not at all."""
-    with (
-        exits.writing(name, out),
-        files.complete_file(out / name, "wb", scratch=out / helper.PARTS) as file,
-    ):
-        yield file
+            yield from documents.read(span.origin, column, span.start, span.stop, TEXT_BYTES)
 
 
 # --- 3. make all parts, in worker processes
 
 
 def make_missing_parts(parts: list[Part], args, definition: str, about: dict) -> list[dict]:
-    """Make the parts that do not exist yet, on --workers processes. Return the counts of all."""
-    counts_of = {}
+    """Make the parts that do not exist yet, on --workers processes. Return what each cost."""
+    sizes = [sum(span.size for span in part) for part in parts]
     missing = []
     for number in range(len(parts)):
-        counts = helper.finished_part(args.out, number, about["dtype"])
-        if counts is None:
+        if not helper.is_finished(args.out, number, about["dtype"]):
             missing.append(number)
-        else:
-            counts_of[number] = counts
-
-    sizes = []
-    for part in parts:
-        sizes.append(sum(span.size for span in part))
-    finished_bytes = sum(sizes[number] for number in counts_of)
     bar = report.progress_bar(
-        description="tokenizing", total=sum(sizes), initial=finished_bytes, unit="B"
+        description="tokenizing",
+        total=sum(sizes),
+        initial=sum(sizes) - sum(sizes[number] for number in missing),
+        unit="B",
     )
 
     # Not fork: it would copy locks that threads of this process hold.
@@ -187,15 +164,15 @@ def make_missing_parts(parts: list[Part], args, definition: str, about: dict) ->
         initializer=start_worker,
         initargs=(os.getpid(), definition, about),
     )
+    costs = []
     try:
-        running = {}
+        size_of = {}
         for number in missing:
             future = pool.submit(make_part, number, parts[number], args.out, args.column)
-            running[future] = number
-        for future in as_completed(running):
-            number = running[future]
-            counts_of[number] = future.result()
-            bar.update(sizes[number])
+            size_of[future] = sizes[number]
+        for future in as_completed(size_of):
+            costs.append(future.result())
+            bar.update(size_of[future])
     except BaseException as error:
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -207,7 +184,7 @@ def make_missing_parts(parts: list[Part], args, definition: str, about: dict) ->
     finally:
         bar.close()
         pool.shutdown(cancel_futures=True)
-    return [counts_of[number] for number in range(len(parts))]
+    return costs
 
 
 def start_worker(parent: int, definition: str, about: dict) -> None:
@@ -218,61 +195,61 @@ def start_worker(parent: int, definition: str, about: dict) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also after kill -9
     if os.getppid() != parent:  # the parent has ended before the line above
         os._exit(1)
-    encode = corpus.encoder(definition, about)
+    encode = encoder.encoder(definition, about)
 
 
 # --- 4. join the parts
 
 
-def join(out: Path, parts: list[dict], about: dict) -> None:
-    """Write the tokens of all parts, in order, as train.npy and held_out.npy.
+def join(args, parts: list[Part], definition: str, about: dict) -> np.ndarray:
+    """Choose what is held out, and write the tokens of all parts, in order, to the folder.
 
-    corpus.json comes last: a folder that has it is complete.
+    Return the side of each document: see choose_sides.
     """
-    dtype = np.dtype(about["dtype"])
-    documents = sum(counts["documents"] for counts in parts)
-    train_tokens = sum(counts["train"] for counts in parts)
-    tokens = train_tokens + sum(counts["held_out"] for counts in parts)
-    if not any(counts["text_bytes"] for counts in parts):
+    numbers = range(len(parts))
+    hashes = np.concatenate([helper.read_table(args.out, number)["hash"] for number in numbers])
+    sizes = np.concatenate([helper.read_table(args.out, number)["bytes"] for number in numbers])
+    if not sizes.any():
         raise exits.UserError("--data holds no text")
-    # With few documents, the hashes may hold out none of them, or most of the text. Then the last
-    # tokens are held out.
-    if train_tokens == tokens or train_tokens < tokens / 2:
-        train_tokens = int(tokens * (1 - stdlib_text.HELD_OUT))
+    sides = token_folder.choose_sides(args.data, hashes, sizes)
 
-    sha256 = hashlib.sha256()
-    end_tokens = 0
-    train_bytes_left = train_tokens * dtype.itemsize
-    with complete_file(out, "train.npy") as train, complete_file(out, "held_out.npy") as held_out:
-        helper.write_npy_header(train, dtype, train_tokens)
-        helper.write_npy_header(held_out, dtype, tokens - train_tokens)
-        for block in blocks_of_parts(out, len(parts)):
-            train.write(block[:train_bytes_left])
-            held_out.write(block[train_bytes_left:])
-            train_bytes_left = max(0, train_bytes_left - len(block))
-            sha256.update(block)
-            end_tokens += np.count_nonzero(np.frombuffer(block, dtype) == about["end_id"])
-
-    if about["end_id"] is not None:
-        assert end_tokens == documents, f"{end_tokens} end-of-text tokens for {documents} documents"
-    content = {
+    # A document that is cut becomes two, which have other tokens: read its text again.
+    is_cut = sides == token_folder.CUT
+    texts = documents_of(parts, args.column) if is_cut.any() else itertools.repeat(b"")
+    encode = lru_cache(encoder.encoder(definition, about))  # such a document may have many copies
+    about = {
         **about,
-        "sha256": sha256.hexdigest(),
-        "documents": documents,
-        "train_tokens": train_tokens,
-        "held_out_tokens": tokens - train_tokens,
+        "documents": len(sides) + int(is_cut.sum()),
+        "text_bytes": int(sizes.sum()),
     }
-    with complete_file(out, "corpus.json") as file:
-        file.write(json.dumps(content).encode())
+
+    end_tokens = 0
+    scratch = args.out / helper.PARTS
+    with (
+        exits.writing("the tokens", args.out),
+        token_folder.writer(args.out, about, scratch) as write,
+    ):
+        all_tokens = tokens_of_documents(args.out, len(parts), np.dtype(about["dtype"]))
+        for tokens, side, text in zip(all_tokens, sides.tolist(), texts, strict=False):
+            pieces = [(side, tokens)]
+            if side == token_folder.CUT:
+                pieces = [(part, encode(piece)) for part, piece in token_folder.split(text, side)]
+            for side_of_piece, tokens_of_piece in pieces:
+                write(side_of_piece, tokens_of_piece)
+                end_tokens += np.count_nonzero(tokens_of_piece == about["end_id"])
+        if about["end_id"] is not None:
+            assert end_tokens == about["documents"], (
+                f"{end_tokens} end-of-text tokens for {about['documents']} documents"
+            )
+    return sides
 
 
-def blocks_of_parts(out: Path, count: int) -> Iterator[bytes]:
-    """Yield the tokens of all parts as bytes: all for training, then all held out."""
-    for side in SIDES:
-        for number in range(count):
-            with open(out / f"{helper.PARTS}/{number:06}.{side}", "rb") as file:
-                while block := file.read(COPY_BYTES):
-                    yield block
+def tokens_of_documents(out: Path, count: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document, in the order of the parts."""
+    for number in range(count):
+        with open(helper.part_file(out, number, "tokens"), "rb") as file:
+            for length in helper.read_table(out, number)["tokens"].tolist():
+                yield np.frombuffer(file.read(length * dtype.itemsize), dtype)
 
 
 # --- the program
@@ -284,7 +261,7 @@ def main() -> int:
     began = time.perf_counter()
 
     sources = helper.find_sources(args)
-    definition, about = corpus.load_tokenizer(args.tokenizer, args.end_token)
+    definition, about = encoder.load_tokenizer(args.tokenizer, args.end_token)
     helper.print_end_token(args, about)
 
     # The same command continues in its folder. Another one would mix two corpora: here is all that
@@ -300,27 +277,33 @@ def main() -> int:
         hashlib.sha256(definition.encode()).hexdigest(),
     ]
     helper.open_out(args.out)
-    if not (args.out / "source.json").exists():
-        with complete_file(args.out, "source.json") as file:
-            file.write(json.dumps(source).encode())
-    if helper.read_source(args.out) != source:
+    source_file = args.out / "source.json"
+    if not source_file.exists():
+        with (
+            exits.writing("source.json", args.out),
+            files.complete_file(source_file, scratch=args.out / helper.PARTS) as file,
+        ):
+            json.dump(source, file)
+    if source_file.read_text(encoding="utf-8", errors="replace") != json.dumps(source):
         raise exits.UserError(
-            f"--out {args.out} is of other data, flags or tokenizer: delete it, or name another"
+            f"--out {args.out} is of other data, flags or tokenizer, or has a damaged source.json: "
+            "delete it, or name another"
         )
 
-    parts = []
+    costs = []
+    reference_tokens_per_second = None
     if not (args.out / "corpus.json").exists():
-        spans = list(split_into_parts(sources.origins))
-        parts = make_missing_parts(spans, args, definition, about)
-        join(args.out, parts, about)
+        parts = list(split_into_parts(sources.origins))
+        costs = make_missing_parts(parts, args, definition, about)
+        sides = join(args, parts, definition, about)
+        if args.tokenizer != "bytes":
+            reference_tokens_per_second = helper.compare_with_transformers(
+                args.out, zip(documents_of(parts, args.column), sides, strict=True)
+            )
     files.delete(args.out / helper.PARTS)
 
-    about, train, _ = corpus.open_tokens(args.out, f"--out {args.out}", "delete the folder")
-    reference_tokens_per_second = None
-    if about["tokenizer"] != "bytes":
-        texts = helper.first_texts(sources.origins, args.column, TEXT_BYTES, is_held_out)
-        reference_tokens_per_second = helper.compare_with_transformers(train, texts, about)
-    helper.report_summary(args, about, parts, reference_tokens_per_second, began)
+    about, _, _ = token_folder.read(args.out, f"--out {args.out}", "delete the folder")
+    helper.report_summary(args, about, costs, reference_tokens_per_second, began)
     return 0
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.exits import UserError
-from lm import corpus, model, runs, shapes
+from lm import encoder, model, runs, shapes, token_folder
 from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
 from lm.tokenizer import has_tokenizer, open_tokenizer, tokenizer_in_errors
 from lm.weight_files import EMBEDDING, HEAD, untied
@@ -284,7 +284,7 @@ def find_tokenizer(given: str | None, named: str | None, path: Path, config: dic
             "add --tokenizer, bytes or a Hugging Face name or folder"
         )
     try:
-        _, about = corpus.load_tokenizer(name)
+        _, about = encoder.load_tokenizer(name)
     except UserError as error:
         if given:
             raise
@@ -322,7 +322,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
     tokens = Path(data, "corpus.json")  # a folder that 05_ddp/prepare_data.py made
     if not tokens.exists():
         return "bytes"
-    about, _, _ = corpus.open_tokens(Path(data), f"--data {data}", "add --tokenizer")
+    about, _, _ = token_folder.read(Path(data), f"--data {data}", "add --tokenizer")
     return about["tokenizer"]
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import cli, exits, files, report, runtime
-from lm import data, lora, model, reference, shapes
+from lm import data, lora, model, reference, shapes, stdlib_text
 from lm.chats import (
     Chat,
     Conversation,
@@ -183,7 +183,7 @@ def read_chats(file: str, flag: str, seq_len: int, chat: Chat, chat_rows: Callab
 def hold_out_chats(args, chats: Chats) -> tuple[list[Row], list[Row], list[Conversation]]:
     """Return the rows to train on, the held-out rows and the held-out conversations."""
     rows = chats.rows
-    count = max(math.ceil(len(rows) * data.HELD_OUT), min(QUESTIONS, len(rows) // 4))
+    count = max(math.ceil(len(rows) * stdlib_text.HELD_OUT), min(QUESTIONS, len(rows) // 4))
     held_out = sorted(rows)[:count]
     train_rows = []
     held_out_rows = []

@@ -9,10 +9,8 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,15 +23,8 @@ from torch.utils.data import Dataset
 from common import files
 from common.exits import UserError
 from common.runtime import all_gather, print0
-from lm import stdlib_text
-from lm.corpus import (
-    documents,
-    encoder,
-    load_tokenizer,
-    open_tokens,
-    sources,
-)
-from lm.stdlib_text import HELD_OUT
+from lm import documents, token_folder
+from lm.encoder import encoder, load_tokenizer
 from lm.tokenizer import has_tokenizer
 from training.lock import Lock
 
@@ -42,7 +33,6 @@ from training.lock import Lock
 LARGEST_TEXT = 200_000_000
 CACHE_VERSION = 6  # increase it with every change to how text becomes tokens
 CACHE_MARK = "tokens"  # of a folder in the cache: see common/files.py
-CORPUS_FILES = ("train.npy", "held_out.npy", "corpus.json")
 
 
 class JoinedTokens:
@@ -238,7 +228,7 @@ def _load_tokens(
 
     tokenizer = tokenizer or text_tokenizer
     outputs = [run_dir] if run_dir else []
-    found = sources(data, outputs=outputs)
+    found = documents.find(data, outputs=outputs)
     folder = _cache_folder(data, found.fingerprint, tokenizer, hold_out)
     try:
         if not _is_complete(folder):
@@ -259,10 +249,7 @@ def _load_tokens(
             f"cannot keep the tokens in {folder}: {error}; delete it, or set CORPUS_CACHE"
         ) from None
     if found.run_outputs:
-        names = ", ".join(found.run_outputs[:3])
-        if len(found.run_outputs) > 3:
-            names += ", ..."
-        print0(f"--data {data}: left out what runs have written: {names}")
+        print0(f"--data {data}: {found.left_out()}")
 
     origins = {data}  # a data set
     if not data.startswith("hf:"):
@@ -271,13 +258,13 @@ def _load_tokens(
 
 
 def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in CORPUS_FILES)
+    return all((folder / name).is_file() for name in token_folder.NAMES)
 
 
 def _cache_folder(data: str, fingerprint: list, tokenizer: str, hold_out: bool) -> Path:
     """Return the cache folder of a text. Its name is a hash of all that its tokens depend on.
 
-    `fingerprint` is that of sources(). Raise UserError if the tokenizer cannot be loaded.
+    `fingerprint` is that of documents.find(). Raise UserError if the tokenizer cannot be loaded.
     """
     # Not a hash of the tokenizer's files: which of them count depends on the kind of tokenizer.
     definition, about = load_tokenizer(tokenizer)
@@ -310,9 +297,9 @@ def _is_folder_of_tokens(folder: Path) -> bool:
 def _open_tokens(folder: Path, tokenizer: str | None, where: str, fix: str) -> _Tokens:
     """Open a folder of tokens, memory-mapped.
 
-    Raise UserError if another tokenizer made them or if a file is damaged: see open_tokens.
+    Raise UserError if another tokenizer made them or if a file is damaged.
     """
-    about, train, held_out = open_tokens(folder, where, fix)
+    about, train, held_out = token_folder.read(folder, where, fix)
     if tokenizer:
         _, wanted = load_tokenizer(tokenizer)
         if wanted["vocabulary_sha256"] != about["vocabulary_sha256"]:
@@ -324,34 +311,26 @@ def _open_tokens(folder: Path, tokenizer: str | None, where: str, fix: str) -> _
 
 
 def tokenize(origins: list, tokenizer: str, folder: Path, data: str, hold_out: bool = True) -> None:
-    """Write the tokens of all documents to a folder: train.npy, held_out.npy and corpus.json.
+    """Write the tokens of all documents to a folder: see lm/token_folder.py.
 
     If the process is killed, there is no folder: it gets its name when all its files are complete.
-    `origins` comes from sources(). `data` is the value of --data, for error messages. Without
-    `hold_out`, all tokens are in train.npy, and held_out.npy is empty.
+    `origins` comes from documents.find(). `data` is the value of --data. Without `hold_out`, all
+    tokens are in train.npy, and held_out.npy is empty.
     """
     texts = _read_texts(origins, tokenizer, data)
-    if not hold_out:
-        train_texts = texts
-        held_out_texts = []
-    elif data == "stdlib":
-        # Many figures were measured on the corpus "stdlib". So it keeps its split.
-        train_texts, held_out_texts = stdlib_text.split(texts)
-    else:
-        train_texts, held_out_texts = _split(texts)
+    sides = np.full(len(texts), token_folder.TRAIN)
+    if hold_out:
+        hashes = np.array([token_folder.hash_of(text) for text in texts], np.uint64)
+        sizes = np.array([len(text) for text in texts])
+        sides = token_folder.choose_sides(data, hashes, sizes)
     definition, about = load_tokenizer(tokenizer)
     encode = encoder(definition, about)
 
     unfinished = files.start_folder(folder)
-    sha256 = hashlib.sha256()
-    for part, part_texts in (("train", train_texts), ("held_out", held_out_texts)):
-        nothing = np.empty(0, about["dtype"])  # np.concatenate needs at least one array
-        tokens = np.concatenate([nothing, *(encode(text) for text in part_texts)])
-        np.save(unfinished / f"{part}.npy", tokens)
-        sha256.update(tokens)
-    about["sha256"] = sha256.hexdigest()
-    (unfinished / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
-
+    with token_folder.writer(unfinished, about) as write:
+        for text, side_of_text in zip(texts, sides, strict=True):
+            for side, piece in token_folder.split(text, side_of_text):
+                write(side, encode(piece))
     # A folder of this name has lost some of its files, as temporary files do.
     files.finish_folder(unfinished, folder, CACHE_MARK)
 
@@ -361,7 +340,7 @@ def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:
     texts = []
     size = 0
     for origin in origins:
-        for text in documents(origin):
+        for text in documents.read(origin):
             texts.append(text)
             size += len(text)
             if size > LARGEST_TEXT:
@@ -374,45 +353,6 @@ def _read_texts(origins: list, tokenizer: str, data: str) -> list[bytes]:
     if size == 0:
         raise UserError(f"--data {data} holds no text")
     return texts
-
-
-def _split(texts: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Split documents into training and held-out texts: 5 % of all bytes are held out.
-
-    A document with more than 5 % of all bytes is cut: its own last 5 % are held out. Of the others,
-    those with the lowest hashes are held out, until they are 5 % of the others. The split does not
-    depend on the order of the documents, and all copies of a document are treated alike.
-    """
-    copies = Counter(texts)
-    total_bytes = sum(map(len, texts))
-    large = set()
-    for text, count in copies.items():
-        if len(text) * count > total_bytes * HELD_OUT:
-            large.add(text)
-    others = [text for text in copies if text not in large]
-    wanted_bytes = sum(len(text) * copies[text] for text in others) * HELD_OUT
-
-    held_out_texts = set()
-    held_out_bytes = 0
-    for text in sorted(others, key=stdlib_text.sha256):
-        size = len(text) * copies[text]
-        # Take the document if the sum is nearer to 5 % with it than without it.
-        if held_out_bytes + size / 2 <= wanted_bytes:
-            held_out_texts.add(text)
-            held_out_bytes += size
-
-    train = []
-    held_out = []
-    for text in texts:
-        if text in large:
-            cut = int(len(text) * (1 - HELD_OUT))
-            train.append(text[:cut])
-            held_out.append(text[cut:])
-        elif text in held_out_texts:
-            held_out.append(text)
-        else:
-            train.append(text)
-    return train, held_out
 
 
 class Sequences(Dataset):

@@ -6,7 +6,6 @@ trains as its text does.
 
 import bz2
 import gzip
-import hashlib
 import json
 import os
 from functools import partial
@@ -89,7 +88,7 @@ def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
     argv = command(small_parts, *flags, "--out", "tokens", "--workers", 2)
 
     def parts_made() -> list[Path]:
-        return list(folder.glob("tokens/parts/*.json"))
+        return list(folder.glob("tokens/parts/*.documents"))
 
     def at_least(count: int) -> bool:
         return len(parts_made()) >= count
@@ -216,22 +215,16 @@ def test_special_tokens_in_a_text_are_text_and_one_ends_a_document(tmp_path, tok
     assert_refused(run(SCRIPT, tmp_path, *flags, "--end-token", "<eot>"), "--end-token <eot>")
 
 
-def test_long_documents_are_cut_in_pieces(tmp_path, tokenizer):
-    """A row of 600,000 characters stays one document, and a text of 3 MB becomes several.
-
-    No character is lost.
-    """
-    row = "word 東京 " * 75_000
-    (tmp_path / "long.jsonl").write_text(jsonl([row]), encoding="utf-8")
-    flags = ["--data", tmp_path / "long.jsonl", "--tokenizer", tokenizer.name_or_path]
-    files, summary = prepare(tmp_path / "row", *flags)
-    assert summary["documents"] == 1
-    assert tokenizer.decode(np.concatenate(tokens(files))) == row + "<end>"
+def test_a_long_text_becomes_several_documents(tmp_path):
     lines = [f"line {i} of a long text\n" for i in range(120_000)]
     (tmp_path / "long.txt").write_text("".join(lines), encoding="utf-8")
-    files, summary = prepare(tmp_path / "text", "--data", tmp_path / "long.txt")
-    assert summary["documents"] == 3
-    assert sorted("".join(documents(files)).splitlines(keepends=True)) == sorted(lines)
+    files, summary = prepare(tmp_path, "--data", tmp_path / "long.txt")
+    # of 1 MB, each with more than 5 % of the text: the last 5 % of each are held out
+    texts = documents(files)
+    assert summary["documents"] == len(texts) == 6
+    assert "".join(train + held for train, held in zip(texts[:3], texts[3:], strict=True)) == (
+        "".join(lines)
+    )
 
 
 def test_a_long_document_has_the_tokens_of_the_whole_text(tmp_path):
@@ -248,11 +241,13 @@ def test_a_long_document_has_the_tokens_of_the_whole_text(tmp_path):
     )
     with_space.save_pretrained(tmp_path / "tokenizer")
     text = "".join(ROWS * 20)[:700_000].replace("\n", " ")
-    (tmp_path / "long.jsonl").write_text(jsonl([text]), encoding="utf-8")
+    others = [f"{i} {ROWS[i % 400]}" * 400 for i in range(300)]
+    (tmp_path / "long.jsonl").write_text(jsonl([text, *others]), encoding="utf-8")
     flags = ["--data", "long.jsonl", "--tokenizer", "tokenizer"]
     files, summary = prepare(tmp_path, *flags)
-    expected = with_space(text, add_special_tokens=False).input_ids
-    assert np.concatenate(tokens(files)).tolist() == [*expected, summary["end_id"]]
+    expected = [*with_space(text, add_special_tokens=False).input_ids, summary["end_id"]]
+    first_of_side = [side[: len(expected)].tolist() for side in tokens(files)]
+    assert expected in first_of_side
 
 
 def test_ids_with_gaps(tmp_path):
@@ -265,7 +260,8 @@ def test_ids_with_gaps(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(
         tmp_path / "gaps"
     )
-    (tmp_path / "d.jsonl").write_text(jsonl(["word word other"] * 300), encoding="utf-8")
+    rows = [f"word word other{' ' * i}" for i in range(300)]  # no copies: they would be cut
+    (tmp_path / "d.jsonl").write_text(jsonl(rows), encoding="utf-8")
     flags = ["--tokenizer", "gaps", "--data"]
     files, summary = prepare(tmp_path, *flags, "d.jsonl")
     assert summary["vocab_size"] == 701
@@ -280,16 +276,9 @@ def test_ids_with_gaps(tmp_path):
 
 
 def test_a_folder_of_tokens_trains_as_its_text_does(tmp_path, tokenizer):
-    """The documents are chosen so that both ways hold out the same ones.
-
-    A training script holds out the twentieth of the text with the lowest hashes, and
-    prepare_data.py all with a hash below a threshold. Here one in twenty has such a hash, and all
-    have the same length.
-    """
-    rows = [row[:20].ljust(40, ".") for row in ROWS] + [f"{i:041}" for i in range(400)]
-    low = [row for row in rows if int(hashlib.sha256(row.encode()).hexdigest(), 16) < 0.05 * 2**256]
-    others = [row for row in rows if row not in low]
-    (tmp_path / "d.jsonl").write_text(jsonl(low + others[: 19 * len(low)]), encoding="utf-8")
+    """The same documents are held out, also of copies and where a document is cut."""
+    rows = [*ROWS, *ROWS[:100], "a long row: " + ROWS[6] * 40]
+    (tmp_path / "d.jsonl").write_text(jsonl(rows), encoding="utf-8")
     (tmp_path / "wide.json").write_text(json.dumps({**TINY, "vocab_size": 320}), encoding="utf-8")
     flags = ["--steps", 3, "--model", tmp_path / "wide.json"]
     for name in ("bytes", tokenizer.name_or_path):
@@ -318,7 +307,9 @@ def test_a_large_text_names_the_command_that_prepares_it(tmp_path, monkeypatch):
 def test_ten_times_the_text_takes_no_more_memory(tmp_path):
     peaks = []
     for copies in (5, 50):
-        (tmp_path / "d.jsonl").write_text(jsonl(ROWS * 25) * copies, encoding="utf-8")
+        # documents of a usual size: each takes about 70 bytes when the parts are joined
+        rows = [f"{i} {copy}" + ROWS[i % 400] * 20 for copy in range(copies) for i in range(500)]
+        (tmp_path / "d.jsonl").write_text(jsonl(rows), encoding="utf-8")
         _, summary = prepare(tmp_path / str(copies), "--data", tmp_path / "d.jsonl", "--workers", 2)
         peaks.append(summary["peak_memory_bytes"] + summary["worker_peak_memory_bytes"])
     assert peaks[1] < 1.1 * peaks[0]
