@@ -162,8 +162,8 @@ def _cell(row: dict, key: str) -> str:
         return text
     low = report.for_people(key, row[f"min_{key}"])
     high = report.for_people(key, row[f"max_{key}"])
-    unit = UNIT.search(text)[0]
-    if UNIT.search(low)[0] == unit == UNIT.search(high)[0]:
+    unit = UNIT.findall(text)[0]
+    if UNIT.findall(low)[0] == unit == UNIT.findall(high)[0]:
         low = low.removesuffix(unit)
         high = high.removesuffix(unit)
     return f"{text} ({low} to {high})"

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 from common import cli, exits, torch_versions
 from common.exits import USER_ERROR_EXIT_CODE, StopSignalError, UserError, stop_signals
 from common.progress import print_line
+
+T = TypeVar("T")
 
 # The values of --dtype.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -349,7 +351,7 @@ def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
     return values
 
 
-def together(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> list:
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `work` on every rank and return the results of all ranks, in rank order, on every rank.
 
     Every rank must call it. training/checkpoint.py writes files this way: a disk can be full on one
@@ -378,7 +380,7 @@ def together(work: Callable[[], object], group: dist.ProcessGroup | None = None)
     return [result_of_rank for result_of_rank, _ in outcomes]
 
 
-def on_rank0(work: Callable[[], object]) -> object:
+def on_rank0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and return its result on every rank.
 
     Every rank must call it, and the others wait for rank 0. Scripts use it for work that one rank
@@ -386,7 +388,7 @@ def on_rank0(work: Callable[[], object]) -> object:
     rank raises the same error, as in `together`.
     """
 
-    def work_of_rank0() -> object:
+    def work_of_rank0():
         if is_rank0():
             return work()
         return None

@@ -195,7 +195,7 @@ def _stored_ids(origin: str) -> dict:
     return {key: config[key] for key in SPECIAL_IDS if key in config}
 
 
-def _ids_of_tokenizer(name: str) -> dict[str, int | None]:
+def _ids_of_tokenizer(name: str) -> dict[str, int | list[int] | None]:
     """Return the ids of bos, eos and pad of a tokenizer. They are None if it cannot be loaded."""
     if name == "bytes":
         return dict(BYTE_IDS)

@@ -94,7 +94,7 @@ class Config:
 
 
 # The types of the values in a config.json.
-TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
+TYPES: dict = {field.name: field.type for field in dataclasses.fields(Config)}
 for name_here_only in ("rope_scaling", "qkv_bias", "qk_norm"):
     del TYPES[name_here_only]
 TYPES["sliding_window"] = int

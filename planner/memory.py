@@ -435,7 +435,7 @@ class Memory:
     @property
     def moment(self) -> str:
         """The moment of the peak."""
-        return max(self.moments, key=self.moments.get)
+        return max(self.moments, key=self.moments.__getitem__)
 
     @property
     def lines(self) -> dict[str, float]:
