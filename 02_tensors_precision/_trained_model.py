@@ -127,7 +127,7 @@ def starting_model(
         )
     shapes.read_config(args.model)  # its errors come before minutes of tokenizing
     corpus = data.load_corpus("stdlib", model=args.model)
-    config = shapes.load_config(args.model, corpus.vocab_size, sizes.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, sizes.seq_len)
     if config.qkv_bias:
         raise UserError(
             f"--model {args.model}: no biases are quantized here: use 09_inference/quantized.py"

@@ -45,7 +45,7 @@ from torch.optim import AdamW
 
 from common import lesson, measure
 from common.exits import UserError
-from lm import data, shapes, weights
+from lm import data, weights
 from training.batches import Batches
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -266,7 +266,7 @@ def main() -> int:
         next_multiple = math.ceil(args.steps / ROUNDS) * ROUNDS
         raise UserError(f"--steps {args.steps} is no multiple of {ROUNDS}: use {next_multiple}")
     device = lesson.start(args.device)
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = weights.load_config(args.model, 256, args.seq_len)
     net = weights.build(args.model, config, seed=0, device=device)
     batches = make_batches(args, device)
 

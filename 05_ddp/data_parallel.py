@@ -175,7 +175,7 @@ def real_data_parallel(
 
 def main() -> int:
     args = lesson.parse_flags(__doc__, gpu=GPU_DEFAULTS, model="nano", seq_len=16)
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = weights.load_config(args.model, 256, args.seq_len)
     device = lesson.start(args.device)
     net = weights.build(args.model, config, seed=0, device=device)
     inputs, targets = stdlib_text.one_batch(BATCH_SIZE, args.seq_len, device)

@@ -198,7 +198,7 @@ def main() -> int:
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=16, steps=10
     )
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = weights.load_config(args.model, 256, args.seq_len)
     # If torchrun did not start this script, restart it with a rank per GPU, or 2 ranks on a CPU.
     lesson.relaunch(args.device)
     # This sets environment variables that NCCL reads in init_process_group.

@@ -63,7 +63,7 @@ from common import lesson, measure, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import shapes, stdlib_text
 from lm.activation_checkpointing import checkpoint_blocks
-from lm.weights import build, materialize
+from lm.weights import build, load_config, materialize
 
 GPU_DEFAULTS = {"model": "wide", "micro_batch_size": 16, "dtype": "bf16"}
 COUNTED_STEP = 3  # DDP makes its final buckets after step 1, and sends them to all ranks in step 2
@@ -235,7 +235,7 @@ def measure_ranks(
 def main() -> int:
     args = helper.parse_flags(__doc__, GPU_DEFAULTS)
     # Check flags before relaunch. After it, every rank would print the error.
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = load_config(args.model, 256, args.seq_len)
     if args.dry_run:
         runtime.single_device("cpu")
         device = runtime.join_fake_ranks(0, args.world_size)

@@ -244,7 +244,7 @@ def main() -> int:
     )
 
     # 3. The model: frozen weights and adapters, or all weights. Each rank holds a shard of each.
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     if args.adapters:  # before fully_shard, so that A and B are in the group of their block
         # Frozen weights are never updated, so bf16 is enough. A and B get small updates, so they

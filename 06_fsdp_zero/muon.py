@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import lesson, runtime
 from lm import shapes, stdlib_text
-from lm.weights import build
+from lm.weights import build, load_config
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}  # nano is too small to keep a GPU busy
 BATCH_SIZE = 24  # sequences of all ranks together
@@ -194,7 +194,7 @@ def main() -> int:
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=32, steps=10
     )
     # Check flags before relaunch. After it, every rank would print the error.
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = load_config(args.model, 256, args.seq_len)
     lr = shapes.recipe(args.model).lr
     lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     # This sets environment variables that NCCL reads in init_process_group.

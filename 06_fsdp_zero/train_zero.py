@@ -58,7 +58,7 @@ def load_training_objects(args, rank, world_size, device):
     helper.check_model_fits(args, world_size, device)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
     batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
     # DeepSpeed must know --micro-batch-size now, before there is a model to measure. Without the
     # flag, a micro-batch has about as many tokens as keep a GPU busy.

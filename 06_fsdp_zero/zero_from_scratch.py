@@ -320,7 +320,7 @@ def main() -> int:
         __doc__, gpu=GPU_DEFAULTS, relaunches=True, model="nano", seq_len=16, steps=20
     )
     # Check flags before relaunch. After it, every rank would print the error.
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = weights.load_config(args.model, 256, args.seq_len)
     lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     # This sets environment variables that NCCL reads in init_process_group.
     runtime.seed_all(0, deterministic=True)

@@ -202,7 +202,7 @@ def main() -> int:
     )
     args.sequences = helper.parse_sizes(args.micro_batch_sizes)
     vocab_size = shapes.read_config(args.model).vocab_size
-    config = shapes.load_config(args.model, vocab_size, args.seq_len)
+    config = weights.load_config(args.model, vocab_size, args.seq_len)
     device = lesson.start(args.device)
 
     losses = None

@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import lesson, measure, runtime
 from common.torch_versions import KEEP_BUFFERS
 from lm import shapes, stdlib_text
-from lm.weights import build
+from lm.weights import build, load_config
 from training.batches import PADDING
 
 # --- 1. the gradient of a step
@@ -173,7 +173,7 @@ def main() -> int:
     )
     count = args.micro_batches
     helper.check_flags(args.batch_size, count, args.seq_len)
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = load_config(args.model, 256, args.seq_len)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
 

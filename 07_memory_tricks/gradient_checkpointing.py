@@ -132,7 +132,7 @@ def main() -> int:
         rounds=3,
         dtype=("fp32", "bf16"),
     )
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = weights.load_config(args.model, 256, args.seq_len)
     device = lesson.start(args.device)
     net = weights.build(args.model, config, seed=0, device=device)
     batch = stdlib_text.one_batch(args.batch_size, args.seq_len, device)

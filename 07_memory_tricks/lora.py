@@ -300,7 +300,7 @@ def main() -> int:
     args.lr = 1e-3 if has_weights else 5 * shapes.recipe(args.model).lr
     task = _lora.choose_task(args)
     args.seq_len = task.batches[0][0].size(1)
-    config = shapes.load_config(args.model, task.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, task.vocab_size, args.seq_len)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bf16")
     base = weights.build(args.model, config, seed=0, device=device)
     if not has_weights:

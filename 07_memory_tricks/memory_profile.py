@@ -182,7 +182,9 @@ def main() -> int:
         checkpointing=("none", "full"),
     )
     device = lesson.start(args.device)
-    config = shapes.load_config(args.model, shapes.read_config(args.model).vocab_size, args.seq_len)
+    config = weights.load_config(
+        args.model, shapes.read_config(args.model).vocab_size, args.seq_len
+    )
     net = weights.build(args.model, config, seed=0, device=device)
     checkpoint_blocks(net, args.checkpointing)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)

@@ -269,7 +269,7 @@ def main() -> int:
         rounds=3,
         dtype=("fp32", "bf16"),
     )
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = weights.load_config(args.model, 256, args.seq_len)
     # Without this, two runs of one method would differ in their last bits on a GPU.
     runtime.seed_all(0, deterministic=True)
     device = runtime.single_device(args.device)

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from common import lesson, runtime
 from lm import data, shapes
-from lm.weights import build
+from lm.weights import build, load_config
 from training.batches import Batches
 
 # --- 1. no gradients
@@ -291,7 +291,7 @@ def main() -> int:
         seeds=2,
         lr=2e-3,
     )
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = load_config(args.model, 256, args.seq_len)
     device = runtime.single_device(args.device)
     # Without this, AdamW's curve on a GPU would differ from run to run.
     runtime.seed_all(0, deterministic=device.type == "cuda")

@@ -258,7 +258,7 @@ def main() -> int:
         dtype=("fp32", "bf16"),
     )
     size = args.seq_len
-    config = shapes.load_config(args.model, 256, size)
+    config = weights.load_config(args.model, 256, size)
     lengths = helper.document_lengths(args.documents, size)
     helper.check_rows(best_fit(lengths, size), size, args.documents)
     device = lesson.start(args.device)

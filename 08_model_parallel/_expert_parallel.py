@@ -15,6 +15,7 @@ from common import lesson, runtime
 from common.exits import UserError
 from common.measure import Traffic, relative_error
 from lm import shapes
+from lm.weights import load_config
 
 LAST_STEPS = 3  # of a run: they alone count for the busiest expert and rank
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change
@@ -122,7 +123,7 @@ def changed_in_bf16(make_mixture: Callable, device: torch.device) -> list[dict]:
     A model learns which experts a token gets, so a change by rounding is noise.
     """
     tokens_count = 8192
-    config = shapes.load_config("nano", 256, 1)
+    config = load_config("nano", 256, 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(tokens_count, config.hidden_size, generator=generator)
     tokens = tokens.to(device).bfloat16()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common import lesson, measure, runtime
 from common.exits import UserError
-from lm import shapes, stdlib_text
+from lm import shapes, stdlib_text, weights
 from training.batches import PADDING
 
 UNTIED = {"untied-nano": "nano", "untied-wide": "wide"}
@@ -38,7 +38,7 @@ def load_config(args: argparse.Namespace) -> shapes.Config:
     stages = 1
     if ranks > 1:
         stages = ranks * args.chunks
-    config = shapes.load_config(UNTIED.get(args.model, args.model), 256, args.seq_len)
+    config = weights.load_config(UNTIED.get(args.model, args.model), 256, args.seq_len)
     if args.model in UNTIED:
         config = dataclasses.replace(
             config,

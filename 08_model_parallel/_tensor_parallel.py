@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from common import lesson, measure, runtime
 from common.exits import UserError
-from lm import shapes
+from lm import shapes, weights
 
 WITH_24_HEADS = "-24-heads"  # at the end of --model: nano or wide with another number of heads
 BY_HAND = "by hand"
@@ -48,7 +48,7 @@ def load_config(args) -> shapes.Config:
     Channels and vocabulary may be sharded into unequal shards.
     """
     name = args.model.removesuffix(WITH_24_HEADS)
-    config = shapes.load_config(name, 256, args.seq_len)
+    config = weights.load_config(name, 256, args.seq_len)
     if name != args.model:
         head_dim = max(16, config.hidden_size // 24)
         config = dataclasses.replace(

@@ -539,7 +539,7 @@ def main() -> int:
         rounds=3,
     )
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = weights.load_config(args.model, 256, args.seq_len)
     names = helper.chosen_variants(args, config)
     lesson.relaunch(args.device)
     # This sets environment variables that NCCL reads in init_process_group.

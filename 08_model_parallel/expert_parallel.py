@@ -62,7 +62,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from common import lesson, measure, runtime
 from common.torch_versions import all_gather_single, all_to_all_with_backward
 from lm import model, shapes, stdlib_text
-from lm.weights import init_weights
+from lm.weights import init_weights, load_config
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}
 
@@ -515,7 +515,7 @@ def main() -> int:
         steps=8,
     )
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
-    config = shapes.load_config(args.model, 256, args.seq_len)
+    config = load_config(args.model, 256, args.seq_len)
     helper.check_sizes(args)
     lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts

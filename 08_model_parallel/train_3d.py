@@ -89,7 +89,7 @@ def load_training_objects(args, data_rank, data_ranks, device):
     weights.check_model(args.model, held_on, copies=args.replicate)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     return TrainingObjects(
         model=model,

@@ -25,7 +25,7 @@ from common.exits import UserError
 from lm import data, model, shapes, stdlib_text
 from lm.generate import StaticCache, generate, steps_of
 from lm.tokenizer import has_tokenizer, open_tokenizer
-from lm.weights import build
+from lm.weights import build, read_config
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 GGUF = ("gguf", "xllamacpp")
@@ -288,7 +288,7 @@ def tokens_of_llama_cpp(server, text: str, add_special: bool) -> list[int]:
 
 def shape_of(name: str) -> shapes.Config:
     """Return the shape of a model. nano has fewer layers here, because compiling takes long."""
-    config = shapes.read_config(name)
+    config = read_config(name)
     if name == "nano":
         return dataclasses.replace(config, num_hidden_layers=NANO_LAYERS)
     return config

@@ -12,6 +12,7 @@ from common.exits import UserError
 from lm import data, model, shapes
 from lm.generate import nan_if_not_finite, not_finite_error
 from lm.tokenizer import has_tokenizer
+from lm.weights import load_config, read_config
 from training.batches import Batches
 
 PROMPT_TOKENS = 64
@@ -41,7 +42,7 @@ def load_text(args) -> tuple[shapes.Config, data.Corpus]:
 
     Raise UserError if prompt and new tokens do not fit into the model's context.
     """
-    config = shapes.read_config(args.model)
+    config = read_config(args.model)
     limit = config.max_position_embeddings
     length = PROMPT_TOKENS + args.new_tokens
     if length > limit:
@@ -55,7 +56,7 @@ def load_text(args) -> tuple[shapes.Config, data.Corpus]:
     else:
         tokenizer = args.model
     corpus = data.load_corpus("stdlib", model=args.model, tokenizer=tokenizer)
-    return shapes.load_config(args.model, corpus.vocab_size, length), corpus
+    return load_config(args.model, corpus.vocab_size, length), corpus
 
 
 def prompts_of(corpus: data.Corpus, batch_size: int, device: torch.device) -> Tensor:

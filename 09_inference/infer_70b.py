@@ -258,7 +258,7 @@ def run(
 
 def main() -> int:
     args = read_flags()
-    config = shapes.read_config(args.model)
+    config = weights.read_config(args.model)
     ranks = helper.check_layout(args, config)
     text = Text(args, config)
     cache_tokens = len(text.prompts) * text.length

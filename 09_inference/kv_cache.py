@@ -495,7 +495,7 @@ def main() -> int:
     )
     if args.prompt is None and args.prompts is None:
         args.prompts = Path(__file__).with_name("kv_cache_prompts.txt")
-    config = shapes.read_config(args.model)
+    config = weights.read_config(args.model)
     text = Text(args, config)
     text.prompts *= args.repeat
     device = lesson.start(args.device, args.seed)

@@ -352,7 +352,7 @@ def run_library(
 
 def main() -> int:
     args = helper.parse_flags(__doc__)
-    config = shapes.read_config(args.model)
+    config = weights.read_config(args.model)
     text = _prompts.Text(args, config)
     if args.by == "zero3":
         device = runtime.init_process_group(args.device)

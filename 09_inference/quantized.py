@@ -42,7 +42,7 @@ from common.exits import UserError
 from common.runtime import DTYPES
 from lm import matvec, model, shapes
 from lm.generate import StaticCache, compiled, generate, sample, speed, steps_of
-from lm.weights import build
+from lm.weights import build, read_config
 
 # A few fp32 operations, each off by at most 6e-8, relative to the largest weight of a group.
 FP32_ROUNDING = 1e-6
@@ -422,7 +422,7 @@ def main() -> int:
         "--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph"
     )
     args = flags.parse_args()
-    config = shapes.read_config(args.model)
+    config = read_config(args.model)
     text = Text(args, config)
     device = lesson.start(args.device, args.seed)
     _quantized.check_kernel(args, device, len(text.texts), matvec.MATVEC_ROWS)

@@ -261,10 +261,10 @@ def run(
 
 def main() -> int:
     args = helper.parse_flags(__doc__)
-    config = shapes.read_config(args.model)
+    config = weights.read_config(args.model)
     text = _prompts.Text(args, config, ahead=args.draft_tokens)
     if args.draft:
-        draft_config = shapes.read_config(args.draft, "--draft")
+        draft_config = weights.read_config(args.draft, "--draft")
         helper.check_draft(args, config, draft_config, text)
     device = lesson.start(args.device, args.seed)
     args.dtype = _prompts.choose_dtype(args, config, device)

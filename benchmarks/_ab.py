@@ -66,7 +66,7 @@ class Setting(NamedTuple):
 
 def make_setting(args: argparse.Namespace, device: torch.device) -> Setting:
     """Read the config of --model and draw the tokens, the same at each step."""
-    config = shapes.load_config(args.model, VOCABULARY, args.seq_len)
+    config = weights.load_config(args.model, VOCABULARY, args.seq_len)
     if args.layers:
         config = dataclasses.replace(config, num_hidden_layers=args.layers)
     size = (args.batch_size, args.seq_len + 1)

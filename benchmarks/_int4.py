@@ -15,7 +15,8 @@ from _measure import REPO, verdict
 from torch import Tensor, nn
 
 from common import exits, hardware, measure, report
-from lm import matvec, shapes
+from lm import matvec
+from lm.weights import read_config
 
 sys.path.insert(0, str(REPO / "09_inference"))
 import quantized
@@ -66,7 +67,7 @@ def compare(model: str, device: torch.device, rounds: int) -> tuple[list[dict], 
 
 def plan(model: str) -> Iterator[tuple[str, int, int, int, int]]:
     """Yield name, bits, outputs, inputs and rows of activations, the most important first."""
-    config = shapes.read_config(model)
+    config = read_config(model)
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import cli, exits, hardware, report, runtime
 from lm import shapes
-from lm.weights import build
+from lm.weights import build, read_config
 
 PROMPT = b"def main():"  # infer_70b.py's own
 FIRST_TIMED_TOKEN = 6
@@ -82,7 +82,7 @@ def main() -> int:
         )
     device = runtime.single_device(args.device)
     runtime.seed_all(0)
-    config = shapes.read_config(args.model)
+    config = read_config(args.model)
     prompt = [byte % config.vocab_size for byte in PROMPT]
     net = load_model(args, config, device)
     inputs = {"input_ids": torch.tensor([prompt], device=device)}

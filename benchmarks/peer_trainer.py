@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import exits, hardware, report, runtime
 from lm import data, shapes
+from lm.weights import load_config
 from training import flags
 
 
@@ -44,7 +45,7 @@ def main() -> int:
     shapes.use_recipe(args)
     runtime.seed_all(args.seed)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
-    config = shapes.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = load_config(args.model, corpus.vocab_size, args.seq_len)
     net = LlamaForCausalLM(LlamaConfig(**shapes.config_json(config)))
     clock: list[tuple[int, float]] = []  # a step, and when it was over
 

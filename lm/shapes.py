@@ -15,7 +15,7 @@ from pathlib import Path
 from common.cli import did_you_mean
 from common.exits import UserError
 from lm.runs import refuse_run
-from lm.weight_files import WEIGHT_SUFFIXES, has_own_head, weight_files
+from lm.weight_files import WEIGHT_SUFFIXES, weight_files
 from training.defaults import SMALL, Recipe
 
 # Values in a config.json that lm/model.py implements. It implements no others.
@@ -261,18 +261,13 @@ def has_weights(name: str) -> bool:
 def read_config(name: str, flag: str = "--model") -> Config:
     """Return the shape of a model: a name in SIZES, a config.json, or a folder with one.
 
-    A head that config.json ties to the embedding is not tied if the folder's weights differ.
-
     Raise UserError, with the name of `flag`, if there is no such model, if lm/model.py does not
     implement it, or if `name` is the folder of a run: then the line says how to convert it.
     """
     if name in SIZES:
         return SIZES[name]
     refuse_run(name, flag)
-    config = parse_config(read_config_json(name, flag), f"{flag} {name}")
-    if config.tie_word_embeddings and has_own_head(Path(name)):
-        config = dataclasses.replace(config, tie_word_embeddings=False)
-    return config
+    return parse_config(read_config_json(name, flag), f"{flag} {name}")
 
 
 def read_config_json(name: str, flag: str = "--model") -> dict:
@@ -498,35 +493,6 @@ def config_json(config: Config) -> dict:
     if config.rope_scaling:
         content["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
     return content
-
-
-def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
-    """Return the shape to train on tokens of a tokenizer, in sequences of `seq_len` tokens.
-
-    The shape is that of read_config. Only nano takes its vocabulary size from the tokenizer.
-
-    Raise UserError if read_config does, if the tokenizer has more tokens than the model, or if
-    `seq_len` is longer than the model allows.
-    """
-    config = read_config(name)
-    if name == "nano":
-        config = dataclasses.replace(config, vocab_size=tokenizer_size)
-
-    # 256 tokens are bytes. Weights with a large vocabulary were trained with another tokenizer.
-    if has_weights(name) and tokenizer_size == 256 and config.vocab_size > 1000:
-        raise UserError(
-            f"--model {name}: its weights know {config.vocab_size} tokens, and this text is in "
-            "bytes: use the tokenizer that the model was trained with"
-        )
-    if tokenizer_size > config.vocab_size:
-        raise UserError(
-            f"--model {name} has {config.vocab_size} tokens, and the tokenizer of this text has "
-            f"{tokenizer_size}: use the model's own tokenizer, or a model with as many tokens"
-        )
-    if seq_len > config.max_position_embeddings:
-        limit = config.max_position_embeddings
-        raise UserError(f"--seq-len {seq_len} is over the limit of --model {name}: {limit}")
-    return config
 
 
 def parameter_count(config: Config) -> int:

@@ -193,7 +193,7 @@ def has_own_head(folder: Path) -> bool:
             status = file.stat()
             files.append((file, status.st_size, status.st_mtime_ns))
         return _own_head_of_files(folder, *files)
-    except (UserError, OSError, ImportError):  # ImportError: the planner also runs without torch
+    except (UserError, OSError):
         return False
 
 

@@ -1,5 +1,6 @@
 """Weights of a language model: random weights, and weights from a Hugging Face folder."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from common import cli, hardware, report
 from common.exits import UserError
 from common.runtime import print0, ranks
+from lm import shapes
 from lm.model import Transformer
-from lm.shapes import SIZES, Config, has_weights, parameter_count, read_config
-from lm.weight_files import HEAD, StoredWeights, weight_files
+from lm.shapes import SIZES, Config, has_weights, parameter_count
+from lm.weight_files import HEAD, StoredWeights, has_own_head, weight_files
 from training.digest import digest as digest  # it was here until 0.4.0
 from training.digest import local_part
 
@@ -28,6 +30,47 @@ SAMPLE_BYTES = 2**16
 # llama-70b.
 DRAWN_ON_CPU = 2e9
 BAR_DELAY = 2.0  # seconds after which a progress bar appears
+
+
+def read_config(name: str, flag: str = "--model") -> Config:
+    """Return the shape of the model that `build` makes of `name`.
+
+    It is that of shapes.read_config, which also says what is raised, with one exception: a head
+    that config.json ties to the embedding is not tied if the folder's weights differ.
+    """
+    config = shapes.read_config(name, flag)
+    if config.tie_word_embeddings and name not in SIZES and has_own_head(Path(name)):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    return config
+
+
+def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
+    """Return the shape to train on tokens of a tokenizer, in sequences of `seq_len` tokens.
+
+    The shape is that of read_config. Only nano takes its vocabulary size from the tokenizer.
+
+    Raise UserError if read_config does, if the tokenizer has more tokens than the model, or if
+    `seq_len` is longer than the model allows.
+    """
+    config = read_config(name)
+    if name == "nano":
+        config = dataclasses.replace(config, vocab_size=tokenizer_size)
+
+    # 256 tokens are bytes. Weights with a large vocabulary were trained with another tokenizer.
+    if has_weights(name) and tokenizer_size == 256 and config.vocab_size > 1000:
+        raise UserError(
+            f"--model {name}: its weights know {config.vocab_size} tokens, and this text is in "
+            "bytes: use the tokenizer that the model was trained with"
+        )
+    if tokenizer_size > config.vocab_size:
+        raise UserError(
+            f"--model {name} has {config.vocab_size} tokens, and the tokenizer of this text has "
+            f"{tokenizer_size}: use the model's own tokenizer, or a model with as many tokens"
+        )
+    if seq_len > config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise UserError(f"--seq-len {seq_len} is over the limit of --model {name}: {limit}")
+    return config
 
 
 def fingerprint(name: str) -> str | None:
@@ -66,7 +109,7 @@ def check_model(
         copies: how many copies of the model all ranks hold together
         bytes_per_parameter: in each copy, of weights, gradients and optimizer state
     """
-    config = read_config(name)
+    config = shapes.read_config(name)
     world_size = ranks().world_size
     local_world_size = cli.environment_number("LOCAL_WORLD_SIZE", cli.positive_int, default="1")
     ranks_here = min(local_world_size, world_size)

@@ -7,7 +7,7 @@ import torch
 from support.checkpoints import saved
 from support.harness import train
 
-from lm import shapes, weights
+from lm import weights
 
 SCRIPT = "04_amp/train.py"
 
@@ -15,7 +15,7 @@ SCRIPT = "04_amp/train.py"
 def test_small_updates_are_kept_in_bf16(tmp_path):
     """At this rate a bf16 weight of 0.02 would not move: its neighbours are 6e-5 away."""
     train(SCRIPT, tmp_path, "--dtype", "bf16", "--lr", 1e-5, "--weight-decay", 0, "--steps", 5)
-    config = shapes.load_config(str(tmp_path / "tiny.json"), 256, 32)
+    config = weights.load_config(str(tmp_path / "tiny.json"), 256, 32)
     initial = weights.build(str(tmp_path / "tiny.json"), config, seed=0).state_dict()
     trained = saved(tmp_path, 5)["model"]
     assert {t.dtype for t in trained.values()} == {torch.float32}

@@ -7,8 +7,8 @@ import torch
 from support.checkpoints import saved
 from support.harness import ROOT, run, train, with_prelude
 
-from lm import data, shapes
-from lm.weights import build
+from lm import data
+from lm.weights import build, load_config
 from training.batches import Batches
 
 SCRIPT = "05_ddp/train.py"
@@ -29,7 +29,7 @@ def test_the_logged_loss_is_the_mean_over_ranks_and_micro_batches(tmp_path):
         3,
         nproc=2,
     )
-    net = build("nano", shapes.load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
+    net = build("nano", load_config(str(tmp_path / "tiny.json"), 256, 32), seed=3)
     sizes = SimpleNamespace(seq_len=32, global_batch_size=12, micro_batch_size=None, seed=3)
     samples = data.sequences(data.load_corpus("stdlib", "bytes"), sizes.seq_len)
     batches = Batches(*samples, sizes, rank=0, world_size=1)

@@ -21,7 +21,7 @@ from support.harness import (
 )
 from support.real_model import answers_of_transformers
 
-from lm import shapes
+from lm.weights import read_config
 
 SCRIPT = "09_inference/quantized.py"
 WIDER = {**TINY, "hidden_size": 64, "intermediate_size": 160}
@@ -142,7 +142,7 @@ def test_a_chunk_leaves_room_for_weights_cache_and_matrix(monkeypatch, card, nam
     """With a cache of 4,096 tokens. Of loading, what lies beside the weights is freed before the
     cache is made."""
     helper = load("09_inference/_quantized.py")
-    config = shapes.read_config(name)
+    config = read_config(name)
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     planned = helper.planned_bytes(
@@ -166,7 +166,7 @@ def test_the_promise_for_a_card_of_12_gb():
     """9.4 GiB: weights, one matrix in 16 bits and the chunk while loading; weights, cache and
     matrix in use."""
     helper = load("09_inference/_quantized.py")
-    config = shapes.read_config("llama-8b")
+    config = read_config("llama-8b")
     planned = helper.planned_bytes(
         argparse.Namespace(model="llama-8b", group_size=32, kernel="torch"), config, "int8"
     )

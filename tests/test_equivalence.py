@@ -41,8 +41,7 @@ from support.harness import (
     with_prelude,
 )
 
-from lm import shapes
-from lm.weights import build
+from lm.weights import build, load_config
 
 STEPS = 12
 TWELVE = ("--steps", STEPS)
@@ -208,9 +207,7 @@ def test_weight_decay_is_for_matrices_alone(tmp_path, script):
     for decay, folder in decays.items():
         train(script, folder, *flags, "--weight-decay", decay)
     plain, decayed = (saved(folder, 1)["model"] for folder in decays.values())
-    initial = build(
-        "nano", shapes.load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0
-    ).state_dict()
+    initial = build("nano", load_config(str(decays[0] / "tiny.json"), 256, 32), seed=0).state_dict()
     for name, weight in plain.items():
         if weight.ndim == 1:
             assert torch.equal(decayed[name], weight), name

@@ -13,7 +13,7 @@ from common import runtime
 from common.exits import UserError
 from lm import model, shapes
 from lm.activation_checkpointing import checkpoint_blocks
-from lm.weights import build
+from lm.weights import build, load_config, read_config
 from planner.shape import from_config
 
 LLAMA3_ROPE = {
@@ -71,7 +71,7 @@ def test_logits_equal_those_of_transformers(tmp_path, key_value_heads, tied, rop
         "rope_parameters": rope,
     }
     theirs = llama(tmp_path, **changes)
-    config = shapes.load_config(str(tmp_path), 256, 200)
+    config = load_config(str(tmp_path), 256, 200)
     # refuses other names and other shapes than its own
     ours = build(str(tmp_path), config, seed=0)
     tokens = torch.randint(0, 300, (2, 200), generator=torch.Generator().manual_seed(2))
@@ -98,7 +98,7 @@ def test_other_families_are_those_of_transformers(tmp_path, kind, tied, rope):
 
     changes = {"tie_word_embeddings": tied, "rope_parameters": rope, "head_dim": 16}
     theirs = llama(tmp_path, kind, **changes if kind != "qwen2" else {**changes, "head_dim": 8})
-    config = shapes.load_config(str(tmp_path), 256, 40)
+    config = load_config(str(tmp_path), 256, 40)
     ours = build(str(tmp_path), config, seed=0)
     assert shapes.parameter_count(config) == sum(
         parameter.numel() for parameter in ours.parameters()
@@ -119,20 +119,20 @@ def test_other_families_are_those_of_transformers(tmp_path, kind, tied, rope):
     with torch.no_grad():
         written = AutoModelForCausalLM.from_pretrained(again)(tokens).logits
     torch.testing.assert_close(written, theirs(tokens).logits, rtol=0, atol=1e-4)
-    assert shapes.read_config(str(again)) == config
+    assert read_config(str(again)) == config
 
 
 def test_a_window_is_a_limit_of_positions_and_other_files_do_no_harm(tmp_path):
     from safetensors.torch import load_file, save_file
 
     llama(tmp_path, "mistral", sliding_window=64)
-    assert shapes.read_config(str(tmp_path)).max_position_embeddings == 64
+    assert read_config(str(tmp_path)).max_position_embeddings == 64
     (tmp_path / "training_args.bin").write_bytes(b"of a Trainer")
     file = tmp_path / "model.safetensors"
     save_file(
         {**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file
     )
-    build(str(tmp_path), shapes.read_config(str(tmp_path)), seed=0)
+    build(str(tmp_path), read_config(str(tmp_path)), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, told):
     weights = {**load_file(file), **change}
     save_file({name: weight for name, weight in weights.items() if weight is not None}, file)
     with pytest.raises(UserError, match=told):
-        build(str(tmp_path), shapes.load_config(str(tmp_path), 256, 64), seed=0)
+        build(str(tmp_path), load_config(str(tmp_path), 256, 64), seed=0)
 
 
 def test_config_of_an_older_transformers(tmp_path):
@@ -165,7 +165,7 @@ def test_config_of_an_older_transformers(tmp_path):
         "rope_scaling": None,
     }
     file.write_text(json.dumps({**shape, "model_type": "llama"}), encoding="utf-8")
-    config = shapes.load_config(str(file), 256, 64)
+    config = load_config(str(file), 256, 64)
     assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (5e5, 6, 8)
 
 
