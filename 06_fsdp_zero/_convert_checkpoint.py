@@ -25,6 +25,9 @@ from lm.tokenizer import has_tokenizer, open_tokenizer, tokenizer_in_errors
 from lm.weight_files import EMBEDDING, HEAD, untied
 from training import run_folder
 
+# of dcp.save and dcp.load in one process
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 # where training programs keep the state dict in a file: here, Lightning, many others, DeepSpeed
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 # parts of names that come from torch.compile, DDP, activation checkpointing and FSDP

@@ -1,9 +1,9 @@
 """Turn the weights of one kind of checkpoint into another, with little memory.
 
-A checkpoint is names with tensors behind them. torch.distributed.checkpoint (DCP) reads and writes
-two kinds: its own, in which each rank has a file (the runs here save so), and Hugging Face's
-.safetensors folders. DCP asks its planner for a tensor when it writes the file with it. The planner
-here reads the tensor only then, so a model larger than the memory goes through. DeepSpeed's own
+A checkpoint is names with tensors behind them. In the kind of torch.distributed.checkpoint (DCP)
+each rank has a file: the runs here save so. DCP asks its planner for a tensor when it writes the
+file with it. The planner here reads the tensor only then, so a model larger than the memory goes
+through. A Hugging Face folder is written one .safetensors file at a time. DeepSpeed's own
 zero_to_fp32 opens its checkpoints, and torch.save writes one .pt. Both hold all weights at once.
 Optimizer state stays behind.
 
@@ -58,17 +58,19 @@ from _convert_checkpoint import (
     set_special_ids,
     without_prefixes,
 )
+from safetensors import SafetensorError
 from torch import Tensor
 
 from common import cli, files, lesson, report, runtime
 from common.exits import UserError
 from lm import runs, shapes
+from lm.hf_folder import write_weights
 from lm.weight_files import StoredWeights
 from lm.weights import build
 
 
 def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes: float) -> None:
-    """Write a checkpoint with DCP, or with torch.save for "pt".
+    """Write a checkpoint: "dcp" and "hf" with little memory, "pt" with torch.save.
 
     DCP reads a tensor only when it writes the file with it.
     """
@@ -76,18 +78,15 @@ def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes
         torch.save({"model": {name: source.read(name) for name in source.tensors}}, target)
         return
     if kind == "hf":
-        files = file_numbers(source.tensors, most_file_bytes)
-        writer = dcp.HuggingFaceStorageWriter(str(target), fqn_to_index_mapping=files)
+        write_weights(source.tensors, source.read, target, most_file_bytes)
     else:
         # or all weights would wait for one file
         writer = dcp.FileSystemWriter(target, single_file_per_rank=False)
-    writer.per_thread_copy_ahead = 0  # copying ahead would open a CUDA context
-    # A run keeps its weights under "model", beside the optimizer's state. In a Hugging Face folder
-    # they are alone.
-    state = source.tensors if kind == "hf" else {"model": source.tensors}
-    prefix = "" if kind == "hf" else "model."
-    planner = ReadWhenWritten(lambda name: source.read(name.removeprefix(prefix)))
-    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        writer.per_thread_copy_ahead = 0  # copying ahead would open a CUDA context
+        planner = ReadWhenWritten(lambda name: source.read(name.removeprefix("model.")))
+        # a run keeps its weights under "model", beside the optimizer's state
+        state = {"model": source.tensors}
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     files.write_json(target / "config.json", config)
 
 
@@ -100,20 +99,6 @@ class ReadWhenWritten(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index) -> Tensor:
         return self.read(index.fqn)
-
-
-def file_numbers(tensors: dict[str, Tensor], most_file_bytes: float) -> dict[str, int]:
-    """Return, by name, the number of the .safetensors file that a tensor goes to, from 1 on."""
-    numbers = {}
-    number = 1
-    filled = 0
-    for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > most_file_bytes:
-            number += 1
-            filled = 0
-        numbers[name] = number
-        filled += tensor.nbytes
-    return numbers
 
 
 def open_checkpoint(kind: str, path: Path) -> Source:
@@ -210,7 +195,7 @@ def run(
             files.move(written, target)
         else:
             files.finish_folder(unfinished, target)
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+    except (OSError, RuntimeError, SafetensorError, dcp.api.CheckpointException) as error:
         cause = cause_of(error)
         raise (
             cause

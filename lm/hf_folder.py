@@ -62,31 +62,17 @@ def write_folder(
         save_tokenizer: Writes the tokenizer into the folder that it is called with.
         mark: The mark of the folder: see common/files.py.
     """
-    names_by_file = _assign_to_files(tensors)
-    weight_map = {}
-    for file, names in names_by_file.items():
-        for name in names:
-            weight_map[name] = file
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def finish() -> None:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         files.write_json(unfinished / "config.json", config)
-        files.write_json(unfinished / "model.safetensors.index.json", index)
         save_tokenizer(unfinished)
         files.finish_folder(unfinished, folder, mark)
 
     with writing(f"a model of {total_bytes / 2**20:,.1f} MiB", folder):
         unfinished = runtime.on_rank0(partial(files.start_folder, folder))
         try:
-            for file, names in names_by_file.items():
-                of_file = {}
-                for name in names:
-                    tensor = read(name)
-                    if runtime.is_rank0():
-                        of_file[name] = tensor.cpu().contiguous()
-                save = partial(save_file, of_file, unfinished / file, metadata={"format": "pt"})
-                runtime.on_rank0(save)
+            write_weights(tensors, read, unfinished)
             runtime.on_rank0(finish)
         except BaseException:
             # Of a disk that is full, for example: the files would only take room.
@@ -95,20 +81,41 @@ def write_folder(
             raise
 
 
-def _assign_to_files(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file. A new file starts every LARGEST_FILE bytes."""
-    files_of_names: list[list[str]] = []
-    filled = LARGEST_FILE
+def write_weights(
+    tensors: dict[str, Tensor],
+    read: Callable[[str], Tensor],
+    folder: Path,
+    most_file_bytes: float = LARGEST_FILE,
+) -> None:
+    """Write the .safetensors files of a model, one at a time, and their index.
+
+    Every rank must call this. A file has at most `most_file_bytes` of tensors, or one larger
+    tensor. For `tensors` and `read` see write_folder.
+    """
+    names_by_file = [[]]
+    filled = 0
     for name, tensor in tensors.items():
-        if filled >= LARGEST_FILE:
-            files_of_names.append([])
+        if filled and filled + tensor.nbytes > most_file_bytes:
+            names_by_file.append([])
             filled = 0
-        files_of_names[-1].append(name)
+        names_by_file[-1].append(name)
         filled += tensor.nbytes
-    names_by_file = {}
-    for number, names in enumerate(files_of_names, 1):
-        names_by_file[f"model-{number:05d}-of-{len(files_of_names):05d}.safetensors"] = names
-    return names_by_file
+
+    weight_map = {}
+    for number, names in enumerate(names_by_file, 1):
+        file = f"model-{number:05d}-of-{len(names_by_file):05d}.safetensors"
+        of_file = {}
+        for name in names:
+            weight_map[name] = file
+            tensor = read(name)
+            if runtime.is_rank0():
+                of_file[name] = tensor.cpu().contiguous()
+        runtime.on_rank0(partial(save_file, of_file, folder / file, metadata={"format": "pt"}))
+
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    write_index = partial(files.write_json, folder / "model.safetensors.index.json", index)
+    runtime.on_rank0(write_index)
 
 
 def tokenizer_files(origin: Path) -> list[Path]:

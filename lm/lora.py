@@ -1,20 +1,6 @@
-"""LoRA: train two small matrices beside each frozen one (Hu et al. 2021, arXiv:2106.09685).
+"""Add LoRA adapters to a model for 06_fsdp_zero/finetune.py, which shards, trains and saves them.
 
-A linear layer computes y = W x. Fine-tuning would change W by some matrix of the same size. LoRA
-restricts this change to a product of two thin matrices and freezes W:
-
-    y = W x + (alpha / rank) B A x
-
-    W  [out, in]    frozen
-    A  [rank, in]   trained, starts random
-    B  [out, rank]  trained, starts at zero
-
-With out = in = 4096 and rank 16, W has 16.8 million numbers, A and B together 0.13 million. Only A
-and B need gradients and optimizer state.
-
-B starts at zero, so B A is zero and training starts from the original model. A must not start at
-zero as well: the gradient of B contains A as a factor and the gradient of A contains B, so both
-gradients would be zero and nothing would ever change.
+07_memory_tricks/lora.py explains LoRA and has the same layer, without what sharding needs.
 """
 
 import torch
