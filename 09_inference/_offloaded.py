@@ -6,7 +6,6 @@ import logging
 import statistics
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import _prompts
@@ -18,7 +17,7 @@ from common import cli, exits, files, hardware, lesson, measure, report, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import shapes, weights
-from lm.generate import Generated, StaticCache, generate, sample
+from lm.generate import Generated, StaticCache
 from lm.weight_files import INDEX, StoredWeights
 
 ON_DEVICE = "all on the device"
@@ -417,28 +416,6 @@ def steps_of_rank(
 
 
 # --- the table
-
-
-def answer(
-    steps: tuple[Callable, Callable],
-    text: _prompts.Text,
-    args: argparse.Namespace,
-    device: torch.device,
-    new_tokens: int | None = None,
-) -> Generated:
-    """Answer all prompts as one batch, with --max-new-tokens or fewer."""
-    prefill, decode = steps
-    generator = torch.Generator(device).manual_seed(args.seed)
-    return generate(
-        prefill,
-        decode,
-        text.prompts,
-        max_new_tokens=min(new_tokens or args.max_new_tokens, args.max_new_tokens),
-        choose=partial(sample, args=args, generator=generator),
-        device=device,
-        stop=text.stop,
-        model=f"--model {args.model}",
-    )
 
 
 def add_results(row: dict, results: list[Generated]) -> None:
