@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import cli, exits, files, hardware, lesson, measure, report, runtime
+from common import cli, disk, exits, hardware, lesson, measure, report, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import shapes, weights
@@ -278,7 +278,7 @@ def load_with_map(
     needed_bytes = 0  # links
     if stored is None:
         needed_bytes = shapes.parameter_count(config) * dtype.itemsize
-    with files.room_for(needed_bytes, folder):
+    with disk.room_for(needed_bytes, folder):
         content = json.dumps(shapes.config_json(config))
         (folder / "config.json").write_text(content, encoding="utf-8")
         if stored is None:  # random weights
@@ -288,7 +288,7 @@ def load_with_map(
         else:
             link_weight_files(stored, folder)
     try:
-        with files.room_for(0, folder):
+        with disk.room_for(0, folder):
             net, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
