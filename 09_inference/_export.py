@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from common import lesson, measure
 from common.exits import UserError
 from lm import data, model, shapes, stdlib_text
-from lm.generate import StaticCache, generate, steps_of
+from lm.generate import StaticCache, steps_of
 from lm.tokenizer import has_tokenizer, open_tokenizer
 from lm.weights import build, read_config
 
@@ -323,18 +323,7 @@ def answer_of(
         dtype=torch.float32,
         device=device,
     )
-    prefill, decode = steps_of(net, cache)
-    result = generate(
-        prefill,
-        decode,
-        text.prompts,
-        max_new_tokens=args.max_new_tokens,
-        choose=lambda logits: logits.argmax(-1),
-        device=device,
-        stop=text.stop,
-        model=f"--model {args.model}",
-    )
-    return result.token_ids
+    return _prompts.answer(steps_of(net, cache), text, args, device).token_ids
 
 
 def held_out_tokens(name: str, text: _prompts.Text, device: torch.device) -> Tensor:

@@ -55,17 +55,12 @@ def printer(text: Text) -> Callable[[list[int | None]], None]:
 # --- bytes
 
 
-def held_bytes(net: nn.Module) -> int:
-    """Return the bytes of this rank's weights. A tied weight counts once."""
-    return runtime.held_bytes(net.parameters())
-
-
 def bytes_read_per_step(net: nn.Module) -> int:
     """Return the bytes of the weights that a decode step reads in full on this rank.
 
     These are all, except an embedding that is not also the head: a step reads one row of it.
     """
-    size = held_bytes(net)
+    size = runtime.held_bytes(net.parameters())
     if not net.config.tie_word_embeddings:
         size -= runtime.local_shard(net.model.embed_tokens.weight).nbytes
     return size
@@ -205,10 +200,8 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, shard_model: Callabl
     check_bytes(net, args, rank=0, ranks=args.world_size)
     values = [report.for_people(key, value) for key, value in row.items()]
     print(table([list(row), values]))
-    print(
-        f"checked: rank 0, sharded on the meta device, has {held_bytes(net):,} bytes of weights, "
-        "as planned"
-    )
+    held = runtime.held_bytes(net.parameters())
+    print(f"checked: rank 0, sharded on the meta device, has {held:,} bytes of weights, as planned")
     summary = {
         "world_size": args.world_size,
         "dtype": args.dtype,
@@ -222,7 +215,7 @@ def dry_run(args, config: shapes.Config, cache_tokens: int, shard_model: Callabl
 
 def check_bytes(net: model.Transformer, args, rank: int, ranks: int) -> None:
     """Assert that this rank holds exactly the bytes of weights that were planned for it."""
-    held = held_bytes(net)
+    held = runtime.held_bytes(net.parameters())
     planned = planned_weight_bytes(args, net.config, rank, ranks)
     assert held == planned, (
         f"rank {rank} of {ranks} holds {held:,} bytes of weights, {planned:,} were planned"

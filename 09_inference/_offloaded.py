@@ -6,7 +6,6 @@ import logging
 import statistics
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import _prompts
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import cli, exits, files, hardware, lesson, report, runtime
+from common import cli, disk, exits, hardware, lesson, report, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import shapes, weights
-from lm.generate import Generated, StaticCache, generate, sample
+from lm.generate import Generated, StaticCache
 from lm.weight_files import INDEX, StoredWeights
 
 ON_DEVICE = "all on the device"
@@ -279,7 +278,7 @@ def load_with_map(
     needed_bytes = 0  # links
     if stored is None:
         needed_bytes = shapes.parameter_count(config) * dtype.itemsize
-    with files.room_for(needed_bytes, folder):
+    with disk.room_for(needed_bytes, folder):
         content = json.dumps(shapes.config_json(config))
         (folder / "config.json").write_text(content, encoding="utf-8")
         if stored is None:  # random weights
@@ -289,7 +288,7 @@ def load_with_map(
         else:
             link_weight_files(stored, folder)
     try:
-        with files.room_for(0, folder):
+        with disk.room_for(0, folder):
             net, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
@@ -417,28 +416,6 @@ def steps_of_rank(
 
 
 # --- the table
-
-
-def answer(
-    steps: tuple[Callable, Callable],
-    text: _prompts.Text,
-    args: argparse.Namespace,
-    device: torch.device,
-    new_tokens: int | None = None,
-) -> Generated:
-    """Answer all prompts as one batch, with --max-new-tokens or fewer."""
-    prefill, decode = steps
-    generator = torch.Generator(device).manual_seed(args.seed)
-    return generate(
-        prefill,
-        decode,
-        text.prompts,
-        max_new_tokens=min(new_tokens or args.max_new_tokens, args.max_new_tokens),
-        choose=partial(sample, args=args, generator=generator),
-        device=device,
-        stop=text.stop,
-        model=f"--model {args.model}",
-    )
 
 
 def add_results(row: dict, results: list[Generated]) -> None:

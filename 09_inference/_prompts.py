@@ -8,7 +8,8 @@ import argparse
 import contextlib
 import math
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from common import cli, hardware, runtime
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import reference, shapes, weights
+from lm.generate import Generated, generate, sample
 from lm.tokenizer import generation_settings, has_tokenizer, open_tokenizer, stop_ids
 
 DEFAULT_PROMPT = "def main():"
@@ -337,7 +339,34 @@ def choose_dtype(args: argparse.Namespace, config: shapes.Config, device: torch.
     return hardware.choose_dtype(args.dtype, device)
 
 
-# --- the comparison with transformers, and speed
+def answer(
+    steps: tuple[Callable, Callable],
+    text: Text,
+    args: argparse.Namespace,
+    device: torch.device,
+    *,
+    max_new_tokens: int | None = None,
+    prompts: list[list[int]] | None = None,
+) -> Generated:
+    """Answer all prompts of a text as one batch, or these, with the sampling of the flags.
+
+    `steps` are prefill and decode. `max_new_tokens` is by default that of the flags.
+    """
+    prefill, decode = steps
+    generator = torch.Generator(device).manual_seed(args.seed)
+    return generate(
+        prefill,
+        decode,
+        text.prompts if prompts is None else prompts,
+        max_new_tokens=args.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        choose=partial(sample, args=args, generator=generator),
+        device=device,
+        stop=text.stop,
+        model=f"--model {args.model}",
+    )
+
+
+# --- the comparison with transformers
 
 
 def check_tokens(

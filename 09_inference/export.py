@@ -52,7 +52,7 @@ import _prompts
 import torch
 from torch import Tensor, nn
 
-from common import files, lesson, measure
+from common import disk, lesson, measure
 from lm import model, shapes, weights
 
 MOST_ROWS = 64  # of a batch: an upper bound that the package checks
@@ -286,7 +286,7 @@ def main() -> int:
     device = lesson.start(args.device, args.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with files.room_for(helper.least_bytes(name, config, forms), folder):
+        with disk.room_for(helper.least_bytes(name, config, forms), folder):
             if name in helper.TRAINED_HERE:
                 args.model = helper.train(name, folder / name, config, device)
             rows = run(args, folder, device, forms, text)

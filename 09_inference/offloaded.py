@@ -199,7 +199,7 @@ def run_stream(
             config, batch=len(text.prompts), length=text.length, dtype=dtype, device=device
         )
         steps = steps_of(variant, cache)
-        answers[name] = partial(helper.answer, steps, text, args, device)
+        answers[name] = partial(_prompts.answer, steps, text, args, device)
         rows[name] = helper.row_of(name, variant, streams[name])
 
     results = {name: [] for name in variants}
@@ -338,8 +338,9 @@ def run_library(
     row["name"] = args.by
     if steps is None:
         return [row], checked
-    helper.answer(steps, text, args, device, new_tokens=helper.WARM_UP_TOKENS)
-    result = helper.answer(steps, text, args, device)
+    warm_up_tokens = min(helper.WARM_UP_TOKENS, args.max_new_tokens)
+    _prompts.answer(steps, text, args, device, max_new_tokens=warm_up_tokens)
+    result = _prompts.answer(steps, text, args, device)
     helper.add_results(row, [result])
     answers_of_ranks = runtime.all_gather(result.token_ids)
     assert all(token_ids == answers_of_ranks[0] for token_ids in answers_of_ranks), (

@@ -34,14 +34,14 @@ from common import exits  # before torch: it says what to do without it
 import _quantized
 import torch
 import torch.nn.functional as F
-from _prompts import Text, check_tokens, parser, say_if_random
+from _prompts import Text, answer, check_tokens, parser, say_if_random
 from torch import Tensor, nn
 
 from common import lesson, measure, report
 from common.exits import UserError
 from common.runtime import DTYPES
 from lm import matvec, model, shapes
-from lm.generate import StaticCache, compiled, generate, sample, speed, steps_of
+from lm.generate import StaticCache, compiled, speed, steps_of
 from lm.weights import build, read_config
 
 # A few fp32 operations, each off by at most 6e-8, relative to the largest weight of a group.
@@ -296,20 +296,10 @@ def run(
     if args.compile:
         (decode,) = compiled(net, cache, decode)
 
-    def answer(new_tokens: int):
-        generator = torch.Generator(device).manual_seed(args.seed)
-        how = {"max_new_tokens": new_tokens, "device": device, "stop": text.stop}
-        how["model"] = f"--model {args.model}"
-        return generate(
-            prefill,
-            decode,
-            text.prompts,
-            choose=lambda logits: sample(logits, args, generator),
-            **how,
-        )
-
-    answer(args.max_new_tokens if args.compile else min(4, args.max_new_tokens))
-    result = answer(args.max_new_tokens)
+    steps = (prefill, decode)
+    warm_up_tokens = args.max_new_tokens if args.compile else min(4, args.max_new_tokens)
+    answer(steps, text, args, device, max_new_tokens=warm_up_tokens)
+    result = answer(steps, text, args, device)
     row = {
         "weights": weights,
         "dtype": dtype,
@@ -434,8 +424,8 @@ def main() -> int:
     for weights in kinds:
         row, logits = run(weights, text, args, device)
         torch._dynamo.reset()  # a compiled step holds the model that it was compiled for
-        for prompt, answer in zip(text.texts, row["texts"], strict=True):
-            print(f"{weights}: {prompt!r} goes on: {answer!r}")
+        for prompt, new_text in zip(text.texts, row["texts"], strict=True):
+            print(f"{weights}: {prompt!r} goes on: {new_text!r}")
         if weights == "fp32":
             in_fp32 = argparse.Namespace(**vars(args) | {"dtype": "fp32"})
             checked += check_tokens(row["token_ids"], text, in_fp32, device)

@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from common import lesson, measure
 from common.runtime import DTYPES
 from lm import model, shapes, weights
-from lm.generate import StaticCache, compiled, generate, probabilities, sample, steps_of
+from lm.generate import StaticCache, compiled, probabilities, steps_of
 
 # --- 1. the algorithm
 
@@ -222,21 +222,13 @@ def run(
     answers = []
     accepted = []
     for prompt in text.prompts:
-        generator = torch.Generator(device).manual_seed(args.seed)
         if draft is None:
-            result = generate(
-                target.prefill,
-                target.decode,
-                [prompt],
-                max_new_tokens=args.max_new_tokens,
-                choose=partial(sample, args=args, generator=generator),
-                device=device,
-                stop=text.stop,
-                model=f"--model {args.model}",
-            )
+            steps = (target.prefill, target.decode)
+            result = _prompts.answer(steps, text, args, device, prompts=[prompt])
             answers += result.token_ids
             accepted += [0] * result.decode_steps
         else:
+            generator = torch.Generator(device).manual_seed(args.seed)
             answer, accepted_per_step = speculative_decode(
                 target,
                 draft,

@@ -1,6 +1,7 @@
 """09_inference/kv_cache.py: the same tokens with every cache, bytes and tokens read by formula, blocks given back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,24 @@ def test_the_cache_here_gives_the_tokens_of_infer_70b(tmp_path, model):
     rows = {row["name"]: row for row in ours.summary["rows"]}
     assert rows["static cache"]["token_ids"] == expected
     assert rows["paged"]["token_ids"] == expected
+
+
+def test_an_answer_ends_before_its_stop_token(tmp_path, model):
+    """One prompt: the loop reads the tokens seldom, and computes some behind the stop token."""
+    flags = ("--model", "model", "--prompt", "import os", "--max-new-tokens", 12, "--device", "cpu")
+    shutil.copytree(model, tmp_path / "model")
+
+    def answer() -> list[int]:
+        result = run(SCRIPT, tmp_path, *flags, "--json", "summary.json")
+        assert result.code == 0, result
+        [answer] = {tuple(row["token_ids"][0]) for row in result.summary["rows"]}
+        return list(answer)
+
+    whole = answer()
+    stop = whole[3]
+    settings = json.dumps({"eos_token_id": stop})
+    (tmp_path / "model/generation_config.json").write_text(settings, encoding="utf-8")
+    assert answer() == whole[: whole.index(stop)]
 
 
 def test_repeated_prompts_are_answered_alike(tmp_path, model):
