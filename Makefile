@@ -14,7 +14,7 @@
 #              minutes, the most telling first
 # make figures the pictures in docs/images, from real runs and from benchmarks/results
 # make site    build/site: the READMEs and the scripts as pages with a menu and a search
-# make lint    ruff, and the schema of the workflow
+# make lint    ruff, the types of common/, training/, lm/ and planner/, the schema of the workflow
 # make readme  what the READMEs quote from the scripts
 PYTHON ?= python3
 VENV := .venv
@@ -71,6 +71,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff check --preview --select PLW1514 .  # text files name their encoding
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yaml
 
 readme:

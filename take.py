@@ -37,12 +37,18 @@ def files_of_module(name: str, folder: Path, root: Path) -> list[Path]:
     path = root / name.replace(".", "/")
     files = [path.with_suffix(".py"), path / "__init__.py"]
     beside = folder / f"{name}.py"
-    in_lesson_folders = list(root.glob(f"[0-9]*/{name}.py"))
+    in_lesson_folders = [file for file in lesson_files(root) if file.name == beside.name]
     if beside.exists():
         files.append(beside)
     elif len(in_lesson_folders) == 1:
         files += in_lesson_folders
     return files
+
+
+@cache
+def lesson_files(root: Path) -> list[Path]:
+    """Return the Python files of all lesson folders."""
+    return list(root.glob("[0-9]*/*.py"))
 
 
 @cache
@@ -56,24 +62,36 @@ def data_files(root: Path) -> dict[str, Path]:
 
 
 @cache
-def needs(file: Path, root: Path = ROOT, own_model: bool = False) -> set[Path]:
-    """Return the files of the repository that one file imports or names in a string.
+def read_names(file: Path, own_model: bool) -> tuple[set[str], set[str]]:
+    """Return the modules that a file may import, and its strings.
 
     With own_model, the functions OWN_MODEL are left out.
+    """
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if own_model:
+        tree.body = [node for node in tree.body if getattr(node, "name", "") not in OWN_MODEL]
+    modules = set()
+    strings = set()
+    for node in ast.walk(tree):
+        modules.update(imported_names(node))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.add(node.value)
+    return modules, strings
+
+
+@cache
+def needs(file: Path, root: Path = ROOT, own_model: bool = False) -> set[Path]:
+    """Return the files of the repository that one file imports or names in a string.
 
     A string counts if it is the name of a file beside this one: data, or a script that it starts.
     It also counts if it is the path of a data file in another lesson folder.
     """
     named = {other.name: other for other in file.parent.iterdir()} | data_files(root)
-    candidates = set()
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    if own_model:
-        tree.body = [node for node in tree.body if getattr(node, "name", "") not in OWN_MODEL]
-    for node in ast.walk(tree):
-        for name in imported_names(node):
-            candidates.update(files_of_module(name, file.parent, root))
-        if isinstance(node, ast.Constant) and node.value in named:
-            candidates.add(named[node.value])
+    # a copy that is a link is read once
+    modules, strings = read_names(file.resolve(), own_model)
+    candidates = {named[text] for text in strings & named.keys()}
+    for module in modules:
+        candidates.update(files_of_module(module, file.parent, root))
     return {other for other in candidates if other.is_file() and other != file}
 
 

@@ -99,11 +99,34 @@ def devices_needed(sharded: float, on_each: float, memory: float) -> int | None:
     return math.ceil(sharded / room)
 
 
+def llama2(
+    hidden_size: int, intermediate_size: int, layers: int, heads: int, key_value_heads: int
+) -> shapes.Config:
+    """Return the shape of a Llama 2 (Touvron et al. 2023, arXiv:2307.09288)."""
+    return shapes.Config(
+        vocab_size=32_000,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+
+
+LLAMA2 = {
+    "7B": llama2(4096, 11_008, 32, heads=32, key_value_heads=32),
+    "13B": llama2(5120, 13_824, 40, heads=40, key_value_heads=40),
+    "70B": llama2(8192, 28_672, 80, heads=64, key_value_heads=8),
+}
+
+
 def what_fits(devices: list[tuple[str, int]]) -> list[dict]:
     """Return a row per model and use. `devices` are (name, bytes); the smallest one counts."""
     smallest = min(size for _, size in devices)
     rows = []
-    for name, config in shapes.LLAMA2.items():
+    for name, config in LLAMA2.items():
         for use, (sharded, on_each) in needs(config).items():
             count = devices_needed(sharded, on_each, smallest)
             row = {

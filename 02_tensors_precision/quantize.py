@@ -346,13 +346,36 @@ def check(rows: list[dict]) -> list[str]:
 PUBLISHED_PARAMETERS = {"7B": 6_738_415_616, "13B": 13_015_864_320, "70B": 68_976_648_192}
 
 
+def llama2(
+    hidden_size: int, intermediate_size: int, layers: int, heads: int, key_value_heads: int
+) -> shapes.Config:
+    """Return the shape of a Llama 2 (Touvron et al. 2023, arXiv:2307.09288)."""
+    return shapes.Config(
+        vocab_size=32_000,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+
+
+LLAMA2 = {
+    "7B": llama2(4096, 11_008, 32, heads=32, key_value_heads=32),
+    "13B": llama2(5120, 13_824, 40, heads=40, key_value_heads=40),
+    "70B": llama2(8192, 28_672, 80, heads=64, key_value_heads=8),
+}
+
+
 def llama2_line(name: str) -> str:
     """Return how many gigabytes the weights of a Llama 2 take: from few scales to many.
 
     The fewest bytes: all matrices are quantized, with few scales. The most bytes: only the matrices
     of the blocks are quantized, with many scales. Norms are bf16 in both.
     """
-    config = shapes.LLAMA2[name]
+    config = LLAMA2[name]
     parameters = shapes.parameter_count(config)
     assert parameters == PUBLISHED_PARAMETERS[name], f"Llama 2 {name}: {parameters:,} parameters"
     with torch.device("meta"):  # tensors with a shape and no storage: any size fits

@@ -240,7 +240,7 @@ def main() -> int:
         raise exits.UserError(
             f"--max-bytes {args.max_bytes}: the smallest buffer has {SMALLEST_BYTES} bytes"
         )
-    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
+    lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     device = runtime.init_process_group(args.device)
 
     names = ["broadcast", "all-reduce", "reduce-scatter", "all-gather", "all-to-all"]

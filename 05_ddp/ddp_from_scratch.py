@@ -200,7 +200,7 @@ def main() -> int:
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = shapes.load_config(args.model, 256, args.seq_len)
     # If torchrun did not start this script, restart it with a rank per GPU, or 2 ranks on a CPU.
-    runtime.relaunch(args.device)
+    lesson.relaunch(args.device)
     # This sets environment variables that NCCL reads in init_process_group.
     runtime.seed_all(0, deterministic=True)
     device = runtime.init_process_group(args.device)

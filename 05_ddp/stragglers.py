@@ -234,7 +234,7 @@ def main() -> int:
             f"--slow-factor {args.slow_factor} is near what every rank shows: at least {2 * SLOW:g}"
         )
     config = shapes.load_config(args.model, 256, args.seq_len)
-    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
+    lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
     if args.trace:

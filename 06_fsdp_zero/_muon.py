@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from common import measure, runtime
 
@@ -40,9 +39,7 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> dict:
             for tensor in state.values():
                 if tensor.ndim == 0:  # the number of steps
                     continue
-                if isinstance(tensor, DTensor):
-                    tensor = tensor.to_local()
-                own_bytes += tensor.nbytes
+                own_bytes += runtime.local_shard(tensor).nbytes
     bytes_per_rank = runtime.all_gather(own_bytes)
     return {
         "optimizer_bytes_per_rank": bytes_per_rank,

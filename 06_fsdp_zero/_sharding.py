@@ -1,12 +1,12 @@
 """Shard a model as train_fsdp.py does, and count the bytes that a rank holds and sends."""
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+
+from common.runtime import held_bytes
 
 
 def shard_groups(model: nn.Module, options: dict) -> None:
@@ -19,20 +19,6 @@ def shard_groups(model: nn.Module, options: dict) -> None:
         head_options = options | {"reshard_after_forward": False}
         fully_shard([model.model.norm, model.lm_head], **head_options)
     fully_shard(model, **options)
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of memory behind these tensors on this rank.
-
-    Tensors that share memory count once. Of a DTensor, the local shard counts.
-    """
-    bytes_by_storage = {}
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        storage = tensor.untyped_storage()
-        bytes_by_storage[storage._cdata] = storage.nbytes()  # _cdata is the storage's address
-    return sum(bytes_by_storage.values())
 
 
 def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -1,18 +1,14 @@
-"""What train_zero.py needs around DeepSpeed: its import, its checkpoints, a check of the shards.
+"""What train_zero.py needs around DeepSpeed: its checkpoints, and a check of the shards.
 
 At stage 3 a parameter is an empty tensor, except while its module computes. DeepSpeed keeps what
 belongs to it as attributes: ds_shape and ds_numel are those of the full parameter, ds_tensor is the
 shard of this rank, flat and padded, and ds_persist says that the parameter is never sharded in use.
 """
 
-import functools
 import importlib.util
-import logging
 import math
-import os
 import subprocess
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +18,7 @@ from torch import nn
 
 from common import files, report, runtime
 from common.exits import UserError
-from lm.weights import check_model, open_weights, random_weight
+from lm.weights import check_model
 from training import checkpoint
 from training.digest import hash_rows
 from training.run_folder import file_sha256
@@ -62,34 +58,6 @@ def check_model_fits(args, world_size: int, device: torch.device) -> None:
         check_model(args.model, device, copies=1, bytes_per_parameter=4 * world_size + 12)
 
 
-@functools.cache
-def import_deepspeed(device: torch.device):
-    """Import DeepSpeed for this device, let it use the process group of the job, and return it.
-
-    The import takes seconds, so the script first checks its flags and reads its data.
-    """
-    os.environ["DS_ACCELERATOR"] = device.type  # or DeepSpeed would take a GPU if there is one
-    os.environ.setdefault("LOCAL_RANK", "0")  # zero.Init reads it, also without torchrun
-    # The import and each start print warnings to stdout. Leave out those, and no other library's.
-    # A filter, because the import sets the level of this logger.
-    logging.getLogger("DeepSpeed").addFilter(is_error)
-    import deepspeed
-
-    # DeepSpeed uses names that torch has changed since.
-    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
-    if device.type == "cpu":
-        # For its inference, DeepSpeed has an all-reduce in shared memory, and compiles it at the
-        # first start, for two minutes. Training does not use it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
-    return deepspeed
-
-
-def is_error(record: logging.LogRecord) -> bool:
-    """Return whether a record is more than a warning."""
-    return record.levelno >= logging.ERROR
-
-
 def set_timeouts() -> None:
     """Give the process groups that DeepSpeed has created the timeout of the job."""
     for group in dist.distributed_c10d._world.pg_map:
@@ -102,24 +70,6 @@ def set_timeouts() -> None:
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of the full parameter, also if it is sharded."""
     return getattr(parameter, "ds_shape", parameter.shape)
-
-
-@torch.no_grad()
-def fill_weights(model: nn.Module, name: str, seed: int) -> None:
-    """Fill a model of stage 3 with the weights that weights.materialize gives to a full model.
-
-    One parameter at a time is gathered. Rank 0's values are then sharded again.
-    """
-    import deepspeed
-
-    stored = open_weights(name, model.config)
-    for path, parameter in model.named_parameters():
-        if stored is None:
-            weight = random_weight(path, parameter.ds_shape, seed)
-        else:
-            weight = stored.read(path)
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.copy_(weight)
 
 
 @torch.no_grad()
@@ -157,7 +107,7 @@ class Run(checkpoint.Run):
                 raise OSError(str(error)) from None
             raise
         if runtime.is_rank0() and config is not None:
-            checkpoint.write_json(folder / "config.json", config)
+            files.write_json(folder / "config.json", config)
 
         runtime.all_gather(None)  # now the files of all ranks are there
         rank, world_size, _ = runtime.ranks()

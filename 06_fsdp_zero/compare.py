@@ -242,7 +242,7 @@ def main() -> int:
         run = dry_run
     else:
         # Plain python becomes torchrun: a rank per GPU, or 4 on a CPU, 2 for each copy of HSDP.
-        runtime.relaunch(args.device, on_cpu=4)
+        lesson.relaunch(args.device, on_cpu=4)
         runtime.seed_all(0)
         device = runtime.init_process_group(args.device)
         args.world_size = dist.get_world_size()

@@ -65,7 +65,6 @@ from common.exits import UserError
 from lm import runs, shapes
 from lm.weight_files import StoredWeights
 from lm.weights import build
-from training import checkpoint
 
 
 def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes: float) -> None:
@@ -89,7 +88,7 @@ def write(kind: str, source: Source, target: Path, config: dict, most_file_bytes
     prefix = "" if kind == "hf" else "model."
     planner = ReadWhenWritten(lambda name: source.read(name.removeprefix(prefix)))
     dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-    checkpoint.write_json(target / "config.json", config)
+    files.write_json(target / "config.json", config)
 
 
 class ReadWhenWritten(dcp.DefaultSavePlanner):

@@ -196,7 +196,7 @@ def main() -> int:
     # Check flags before relaunch. After it, every rank would print the error.
     config = shapes.load_config(args.model, 256, args.seq_len)
     lr = shapes.recipe(args.model).lr
-    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
+    lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     # This sets environment variables that NCCL reads in init_process_group.
     runtime.seed_all(0, deterministic=True)
     device = runtime.init_process_group(args.device)

@@ -37,7 +37,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 from common import hardware, report, runtime
-from lm import data, shapes, weights
+from lm import data, shapes, weights, zero
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.model import Transformer
 from training import flags, micro_batch, optim
@@ -91,10 +91,10 @@ def load_training_objects(args, rank, world_size, device):
 
 def build_sharded(args, config, batches, device):
     """Return a model for stage 3, with this rank's shards of the weights on `device`."""
-    deepspeed = helper.import_deepspeed(device)
+    deepspeed = zero.import_deepspeed(device)
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(args, config, batches)):
         model = Transformer(config)  # each weight is sharded as soon as it is created
-    helper.fill_weights(model, args.model, args.seed)
+    zero.fill_weights(model, args.model, args.seed)
     model.to(device)  # the tables of RoPE, which are no parameters
     return model
 
@@ -144,7 +144,7 @@ def make_engine(model, args, batches, device, *, load_universal):
 
     `load_universal` says whether a checkpoint in universal form will be loaded.
     """
-    deepspeed = helper.import_deepspeed(device)
+    deepspeed = zero.import_deepspeed(device)
     # These are the groups of optim.adamw_cosine, which does not know the shapes of sharded weights.
     matrices = []
     vectors = []

@@ -58,7 +58,7 @@ def chosen_variants(args: argparse.Namespace, config: shapes.Config) -> list[str
     Print which ones the model or torch does not allow. Raise UserError if --attention names one of
     these, or if the ranks do not divide the sequence.
     """
-    ranks = runtime.world_size_after_relaunch(args.device)
+    ranks = lesson.world_size_after_relaunch(args.device)
     chunks = 2 * ranks
     if args.seq_len % chunks:
         multiple = multiple_for_torch(args, ranks)

@@ -45,7 +45,7 @@ def experts_per_rank(experts: int, ranks: int) -> int:
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise UserError for sizes that cannot be split over the ranks, before any rank starts."""
-    ranks = runtime.world_size_after_relaunch(args.device)
+    ranks = lesson.world_size_after_relaunch(args.device)
     if (ranks - 1) * experts_per_rank(args.experts, ranks) >= args.experts:
         use = math.ceil(args.experts / ranks) * ranks
         raise UserError(
@@ -166,11 +166,6 @@ class Step:
     torch_errors: dict[str, float]  # with DTensor, from by hand
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a DTensor, and any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def part_of_rank(name: str, full: Tensor) -> Tensor:
     """Return what this rank holds of a parameter of one process, or of its gradient."""
     if ".experts." not in name:
@@ -197,7 +192,7 @@ def compare_step(
     full_gradients = []
     for name, parameter in one_process.named_parameters():
         full_gradients.append(part_of_rank(name, parameter.grad))
-    torch_gradients = [local_part(weight.grad) for weight in by_torch.parameters()]
+    torch_gradients = [runtime.local_shard(weight.grad) for weight in by_torch.parameters()]
     counts = [mixture.routing.counts for mixture in mixtures(one_process)]
     return Step(
         values=[value.item() for value in values],
@@ -227,7 +222,7 @@ def compare_weights(
     full_weights = []
     for name, parameter in one_process.named_parameters():
         full_weights.append(part_of_rank(name, parameter))
-    torch_weights = [local_part(parameter) for parameter in by_torch.parameters()]
+    torch_weights = [runtime.local_shard(parameter) for parameter in by_torch.parameters()]
     step.errors["weights"] = relative_error(weights, full_weights)
     step.torch_errors["weights"] = relative_error(torch_weights, weights)
     for target in (weights, torch_weights):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import measure, runtime
+from common import lesson, measure, runtime
 from common.exits import UserError
 from lm import shapes, stdlib_text
 from training.batches import PADDING
@@ -34,7 +34,7 @@ COLUMNS = {
 
 def load_config(args: argparse.Namespace) -> shapes.Config:
     """Return the model's shape. Raise UserError if it cannot be split into so many stages."""
-    ranks = runtime.world_size_after_relaunch(args.device)
+    ranks = lesson.world_size_after_relaunch(args.device)
     stages = 1
     if ranks > 1:
         stages = ranks * args.chunks

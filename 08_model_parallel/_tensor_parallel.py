@@ -55,7 +55,7 @@ def load_config(args) -> shapes.Config:
             config, num_attention_heads=24, num_key_value_heads=24, head_dim=head_dim
         )
 
-    ranks = runtime.world_size_after_relaunch(args.device)
+    ranks = lesson.world_size_after_relaunch(args.device)
     heads = config.num_key_value_heads  # a rank has a key-value head and all its query heads
     if heads % ranks != 0:
         raise UserError(

@@ -481,7 +481,7 @@ def main() -> int:
     )
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = helper.load_config(args)
-    runtime.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
+    lesson.relaunch(args.device)  # plain python becomes torchrun: a rank per GPU, 2 on a CPU
     runtime.seed_all(0, deterministic=True)  # before the group: NCCL reads variables when it starts
     device = runtime.init_process_group(args.device)
     net = build_stage(config, 0, 1, device)

@@ -458,7 +458,7 @@ def main() -> int:
     )
     # Before relaunch, a wrong flag raises one UserError. After it, every rank would raise it.
     config = helper.load_config(args)
-    runtime.relaunch(args.device)
+    lesson.relaunch(args.device)
     runtime.seed_all(0)
     device = runtime.init_process_group(args.device)
     # The same tokens on all ranks.

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-import _generate
+import _prompts
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from common import lesson, measure
 from common.exits import UserError
 from lm import data, model, shapes, stdlib_text
+from lm.generate import StaticCache, generate, steps_of
 from lm.tokenizer import has_tokenizer, open_tokenizer
 from lm.weights import build
 
@@ -87,7 +88,7 @@ Cache = tuple[list[Tensor], list[Tensor]]
 
 def parse_flags(doc: str) -> argparse.Namespace:
     """Parse the flags. Raise UserError for those that this script cannot use."""
-    flags = _generate.parser(doc)
+    flags = _prompts.parser(doc)
     flags.set_defaults(max_new_tokens=24, model=None)
     flags.add_argument(
         "--forms",
@@ -108,7 +109,7 @@ def parse_flags(doc: str) -> argparse.Namespace:
 
 
 def possible_forms(
-    args: argparse.Namespace, config: shapes.Config, text: _generate.Text, write_gguf: Callable
+    args: argparse.Namespace, config: shapes.Config, text: _prompts.Text, write_gguf: Callable
 ) -> tuple[list[str], list[str]]:
     """Return the forms of --forms that can be made here, and print why others are left out.
 
@@ -175,7 +176,7 @@ def fits_gguf(name: str, config: shapes.Config) -> bool:
 # --- the tokens of llama.cpp
 
 
-def texts_to_compare(text: _generate.Text) -> dict[str, tuple[list[int], bool]]:
+def texts_to_compare(text: _prompts.Text) -> dict[str, tuple[list[int], bool]]:
     """Return texts with their tokens, and whether special tokens such as BOS are added to them.
 
     They are TEXTS, the prompts, the prompt of a chat, and a text with each added token. A text with
@@ -201,7 +202,7 @@ def texts_to_compare(text: _generate.Text) -> dict[str, tuple[list[int], bool]]:
     return readable
 
 
-def chat_to_compare(text: _generate.Text) -> dict[str, tuple[list[int], bool]]:
+def chat_to_compare(text: _prompts.Text) -> dict[str, tuple[list[int], bool]]:
     """Return the first prompt in the chat template, with its tokens, if the template takes it."""
     messages = [{"role": "user", "content": text.texts[0]}]
     how = {"add_generation_prompt": True}
@@ -312,18 +313,18 @@ def train(name: str, folder: Path, config: shapes.Config, device: torch.device) 
 
 
 def answer_of(
-    net: model.Transformer, text: _generate.Text, args: argparse.Namespace, device: torch.device
+    net: model.Transformer, text: _prompts.Text, args: argparse.Namespace, device: torch.device
 ) -> list[list[int]]:
     """Return eager's greedy tokens for each prompt."""
-    cache = _generate.StaticCache(
+    cache = StaticCache(
         net.config,
         batch=len(text.prompts),
         length=text.length,
         dtype=torch.float32,
         device=device,
     )
-    prefill, decode = _generate.steps_of(net, cache)
-    result = _generate.generate(
+    prefill, decode = steps_of(net, cache)
+    result = generate(
         prefill,
         decode,
         text.prompts,
@@ -336,7 +337,7 @@ def answer_of(
     return result.token_ids
 
 
-def held_out_tokens(name: str, text: _generate.Text, device: torch.device) -> Tensor:
+def held_out_tokens(name: str, text: _prompts.Text, device: torch.device) -> Tensor:
     """Return tokens of held-out text, [LOSS_ROWS, LOSS_TOKENS + 1]."""
     tokenizer = "bytes" if text.tokenizer is None else name
     held_out = data.load_corpus("stdlib", model=name, tokenizer=tokenizer).held_out

@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable
 
 import torch
-from _generate import DTYPES, Text
-from torch import Tensor, nn
+from _prompts import Text
+from torch import nn
 
 from common import cli, exits, report, runtime
 from common.report import table
+from common.runtime import DTYPES
 from lm import model, shapes
 from lm.weights import build
 from planner import inference
@@ -54,14 +55,9 @@ def printer(text: Text) -> Callable[[list[int | None]], None]:
 # --- bytes
 
 
-def local(weight: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the tensor itself if it is none."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
-
-
 def held_bytes(net: nn.Module) -> int:
     """Return the bytes of this rank's weights. A tied weight counts once."""
-    return sum(local(weight).nbytes for weight in net.parameters())
+    return runtime.held_bytes(net.parameters())
 
 
 def bytes_read_per_step(net: nn.Module) -> int:
@@ -71,7 +67,7 @@ def bytes_read_per_step(net: nn.Module) -> int:
     """
     size = held_bytes(net)
     if not net.config.tie_word_embeddings:
-        size -= local(net.model.embed_tokens.weight).nbytes
+        size -= runtime.local_shard(net.model.embed_tokens.weight).nbytes
     return size
 
 

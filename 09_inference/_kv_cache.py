@@ -6,11 +6,13 @@ import math
 from functools import partial
 
 import torch
-from _generate import DTYPES, Text, generate
+from _prompts import Text
 from torch import Tensor
 
 from common import measure, report
+from common.runtime import DTYPES
 from lm import shapes
+from lm.generate import generate
 from planner import inference
 from planner.shape import from_config
 

@@ -3,22 +3,22 @@
 import argparse
 import json
 import logging
-import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import _generate
+import _prompts
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import cli, exits, lesson, report, runtime
+from common import cli, exits, files, hardware, lesson, report, runtime
 from common.exits import UserError
+from common.runtime import DTYPES
 from lm import shapes, weights
+from lm.generate import Generated, StaticCache, generate, sample
 from lm.weight_files import INDEX, StoredWeights
 
 ON_DEVICE = "all on the device"
@@ -36,7 +36,7 @@ def parse_flags(doc: str) -> argparse.Namespace:
 
     On a GPU the model is so large that copying a layer takes longer than launching its kernels.
     """
-    flags = _generate.parser(doc)
+    flags = _prompts.parser(doc)
     flags.add_argument("--by", choices=("stream", "device-map", "zero3"), default="stream")
     flags.add_argument(
         "--memory",
@@ -89,10 +89,10 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of a module's parameters. Tied weights count once."""
-    return sum(weight.nbytes for weight in module.parameters())
+    return runtime.held_bytes(module.parameters())
 
 
-def cache_bytes(config: shapes.Config, dtype: torch.dtype, text: _generate.Text) -> int:
+def cache_bytes(config: shapes.Config, dtype: torch.dtype, text: _prompts.Text) -> int:
     """Return the bytes of the keys and values of all prompts and answers."""
     values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return values_per_token * dtype.itemsize * text.length * len(text.prompts)
@@ -111,24 +111,22 @@ def free_bytes(args: argparse.Namespace, device: torch.device) -> dict[int | str
     --memory limits the GPUs, or the CPU where there is none. In a dry run for GPUs the CPU takes
     the rest: its memory is not known here.
     """
-    import psutil
-
     limit = limit_bytes(args)
     if args.world_size is not None:
         return dict.fromkeys(range(args.world_size), limit) | {"cpu": 2**60}
-    host_bytes = psutil.virtual_memory().available
+    host_bytes = hardware.free_bytes(torch.device("cpu"))
     if device.type != "cuda":
         return {"cpu": limit or host_bytes}
     room = {}
     for gpu in range(torch.cuda.device_count()):
-        room[gpu] = limit or torch.cuda.mem_get_info(gpu)[0]
+        room[gpu] = limit or hardware.free_bytes(torch.device("cuda", gpu))
     return room | {"cpu": host_bytes}
 
 
 # --- stream
 
 
-def layers_that_stay(net: nn.Module, args: argparse.Namespace, text: _generate.Text) -> int:
+def layers_that_stay(net: nn.Module, args: argparse.Namespace, text: _prompts.Text) -> int:
     """Return how many layers fit on the device beside all that must be there, by --memory.
 
     Embedding, norm, head, the KV cache and two buffers must be there. Without --memory no layer
@@ -162,13 +160,7 @@ def pin(layer: nn.Module) -> None:
 
 def fits_twice(net: nn.Module, layers: list[nn.Module], device: torch.device) -> bool:
     """Return whether all layers take at most half of the memory that is free on the device."""
-    import psutil
-
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = psutil.virtual_memory().available
-    return sum(map(weight_bytes, layers)) <= free / 2
+    return sum(map(weight_bytes, layers)) <= hardware.free_bytes(device) / 2
 
 
 def row_of(name: str, net: nn.Module, stream) -> dict:
@@ -282,12 +274,12 @@ def load_with_map(
     from transformers import AutoModelForCausalLM
 
     folder = temporary_folder()
-    dtype = _generate.DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     stored = weights.open_weights(args.model, config)
     needed_bytes = 0  # links
     if stored is None:
         needed_bytes = shapes.parameter_count(config) * dtype.itemsize
-    with _generate.room_for(needed_bytes, folder):
+    with files.room_for(needed_bytes, folder):
         content = json.dumps(shapes.config_json(config))
         (folder / "config.json").write_text(content, encoding="utf-8")
         if stored is None:  # random weights
@@ -297,7 +289,7 @@ def load_with_map(
         else:
             link_weight_files(stored, folder)
     try:
-        with _generate.room_for(0, folder):
+        with files.room_for(0, folder):
             net, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
@@ -328,7 +320,7 @@ def link_weight_files(stored: StoredWeights, folder: Path) -> None:
 
 
 def steps_of_transformers(net: nn.Module) -> tuple[Callable, Callable]:
-    """Return prefill and decode as _generate.steps_of does, with transformers' growing cache.
+    """Return prefill and decode as steps_of does, with transformers' growing cache.
 
     Prompts are padded on the right. The mask hides the padding from every later token, and
     positions do not count it.
@@ -364,45 +356,7 @@ def steps_of_transformers(net: nn.Module) -> tuple[Callable, Callable]:
 # --- zero3
 
 
-def import_deepspeed(device: torch.device):
-    """Return the package, for this device and in the process group that is there."""
-    # read by the import; else it takes a GPU wherever it finds one
-    os.environ["DS_ACCELERATOR"] = device.type
-    # read by zero.Init, also in one process without torchrun
-    os.environ.setdefault("LOCAL_RANK", "0")
-    logging.disable(logging.INFO)  # the import itself logs, to stdout
-    import deepspeed
-
-    logging.disable(logging.NOTSET)
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    # names that torch has since changed
-    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)
-    # On a CPU it would compile an all-reduce through shared memory, which takes two minutes and is
-    # not used here.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
-    return deepspeed
-
-
-@torch.no_grad()
-def fill(deepspeed, net: nn.Module, args: argparse.Namespace) -> None:
-    """Fill the model with the weights of the folder, or with random ones.
-
-    Rank 0 reads them tensor by tensor, and each rank keeps its shard.
-    """
-    stored = weights.open_weights(args.model, net.config)
-    for name, parameter in net.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if not runtime.is_rank0():
-                continue
-            if stored is None:
-                weight = weights.random_weight(name, parameter.ds_shape, args.seed)
-            else:
-                weight = stored.read(name)
-            parameter.copy_(weight)
-
-
-def held_bytes(net: nn.Module) -> dict[str, int]:
+def shard_bytes(net: nn.Module) -> dict[str, int]:
     """Return the bytes of this rank's shards, by where they are.
 
     A norm counts as its shard. The full norms that every rank also keeps do not count.
@@ -433,7 +387,7 @@ def rows_of_rank(batch: int, device: torch.device) -> Tensor:
 
 
 def steps_of_rank(
-    engine: nn.Module, cache: _generate.StaticCache, batch: int, device: torch.device
+    engine: nn.Module, cache: StaticCache, batch: int, device: torch.device
 ) -> tuple[Callable, Callable]:
     """Return prefill and decode that compute this rank's prompts, and give every rank all logits.
 
@@ -467,27 +421,27 @@ def steps_of_rank(
 
 def answer(
     steps: tuple[Callable, Callable],
-    text: _generate.Text,
+    text: _prompts.Text,
     args: argparse.Namespace,
     device: torch.device,
     new_tokens: int | None = None,
-) -> _generate.Generated:
+) -> Generated:
     """Answer all prompts as one batch, with --max-new-tokens or fewer."""
     prefill, decode = steps
     generator = torch.Generator(device).manual_seed(args.seed)
-    return _generate.generate(
+    return generate(
         prefill,
         decode,
         text.prompts,
         max_new_tokens=min(new_tokens or args.max_new_tokens, args.max_new_tokens),
-        choose=partial(_generate.sample, args=args, generator=generator),
+        choose=partial(sample, args=args, generator=generator),
         device=device,
         stop=text.stop,
         model=f"--model {args.model}",
     )
 
 
-def add_results(row: dict, results: list[_generate.Generated]) -> None:
+def add_results(row: dict, results: list[Generated]) -> None:
     """Add the tokens of the last answer to a row, and the medians of the times of all answers."""
     last = results[-1]
     decoded = sum(len(ids[1:]) for ids in last.token_ids)  # the prefill has given the first ones

@@ -3,13 +3,14 @@
 from argparse import Namespace
 from itertools import islice
 
-import _generate
+import _prompts
 import torch
 from torch import Tensor
 
 from common import hardware, report
 from common.exits import UserError
 from lm import data, model, shapes
+from lm.generate import nan_if_not_finite, not_finite_error
 from lm.tokenizer import has_tokenizer
 from training.batches import Batches
 
@@ -49,7 +50,7 @@ def load_text(args) -> tuple[shapes.Config, data.Corpus]:
             f"--model {args.model}, {limit}: use at most {limit - PROMPT_TOKENS}"
         )
     if not has_tokenizer(args.model):
-        _generate.check_reads_bytes(args.model, config)
+        _prompts.check_reads_bytes(args.model, config)
         tokenizer = "bytes"
     else:
         tokenizer = args.model
@@ -69,8 +70,8 @@ def prompts_of(corpus: data.Corpus, batch_size: int, device: torch.device) -> Te
 
 def check_finite(logits: Tensor, args) -> None:
     """Raise UserError if a logit is NaN or infinite, which has no probability."""
-    if _generate.nan_if_not_finite(logits).isnan().any():
-        raise _generate.not_finite_error(f"--model {args.model}", f"a token in {args.dtype}")
+    if nan_if_not_finite(logits).isnan().any():
+        raise not_finite_error(f"--model {args.model}", f"a token in {args.dtype}")
 
 
 def can_compile(device: torch.device) -> bool:

@@ -1,34 +1,22 @@
-"""For quantized.py: see whether the weights fit, and load them matrix by matrix.
-
-A matrix is read or drawn, quantized in chunks of rows, checked, and forgotten before the next.
-"""
+"""What quantized.py needs beside its ideas: flags, the plan of loading, packed codes and checks."""
 
 import os
 from collections.abc import Callable
 
-import psutil
 import torch
 import torch.nn.functional as F
-from _generate import DTYPES
 from torch import Tensor, nn
 
-from common import hardware, measure, report
+from common import hardware, measure, report, runtime
 from common.exits import UserError
-from lm import model, shapes
+from common.runtime import DTYPES
+from lm import matvec, shapes
 from lm.weight_files import EMBEDDING, HEAD
-from lm.weights import build, open_weights, random_weight
+from lm.weights import DRAWN_ON_CPU, build, open_weights, random_weight
 from planner import inference
 from planner.shape import from_config
 
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # torch's build for CPUs comes without Triton
-    triton = None
-    tl = None
-
 ROOM = 0.95  # of the free memory; the rest is for activations and workspaces
-DRAWN_ON_CPU = 2e9  # parameters; a CPU takes a quarter of an hour to draw those of llama-70b
 
 # Quantizing takes this many bytes for each weight of a chunk. Its largest moment is in
 # Int4Linear.quantize: the chunk in fp32 (4 bytes), the same padded to whole groups (4), codes in
@@ -48,24 +36,6 @@ MATMUL_WORKSPACE = 2**26  # bytes, on a GPU
 # 2**-9: 0.012. Kernels round twice.
 ALLOWED_MATMUL_ERROR = {"fp32": 1e-5, "bf16": 1e-2}
 ALLOWED_OUTPUT_ERROR = {"fp32": 1e-4, "bf16": 5e-2}
-
-
-def triton_jit(function: Callable) -> Callable:
-    """Return the function as a Triton kernel, or as it is if there is no Triton."""
-    if triton is None:
-        return function
-    return triton.jit(function)
-
-
-def triton_operator(function: Callable) -> Callable:
-    """Return the function, which launches a Triton kernel, as an operator of torch.
-
-    torch.compile and the capture of a CUDA graph then see what is inside. Without Triton, return
-    the function as it is.
-    """
-    if triton is None:
-        return function
-    return torch.library.triton_op(f"quantized::{function.__name__}", function, mutates_args=())
 
 
 def activation_dtype(args, weights: str, device: torch.device) -> str:
@@ -105,7 +75,7 @@ def check_kernel(args, device: torch.device, prompts: int, most_prompts: int) ->
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         raise UserError(f"--kernel triton needs a GPU, and this is {device}: leave --kernel out")
-    if triton is None:
+    if matvec.triton is None:
         raise UserError(
             "--kernel triton: Triton is not installed: install torch's build for CUDA, "
             "or leave --kernel out"
@@ -148,9 +118,7 @@ def check_room(
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the model before this one took is free again
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
+    free = hardware.free_bytes(device)
     room = ROOM * free - cache_bytes
     planned = planned_bytes(args, config, weights)
     if planned <= room:
@@ -220,6 +188,24 @@ def weights_at_once(free_bytes: float, device: torch.device) -> int:
     return max(SMALLEST_CHUNK, min(affordable, LARGEST_CHUNK))
 
 
+def plan_loading(
+    args, config: shapes.Config, weights: str, dtype: str, device: torch.device, free_bytes: float
+) -> tuple[int, int]:
+    """Return how many weights are quantized at once, and the bytes that loading may take.
+
+    The bytes come beside those of the loaded weights: one matrix, and one chunk of it. `free_bytes`
+    is what weights and cache leave free.
+    """
+    largest = largest_matrix(config, args.group_size)
+    beside = matrix_bytes_per_weight(config, weights, dtype, device) * largest
+    chunk = weights_at_once(free_bytes - beside, device)
+    if weights not in DTYPES:
+        beside += TEMPORARY_BYTES * min(chunk, largest)
+    if device.type == "cuda":
+        beside += MATMUL_WORKSPACE
+    return chunk, beside
+
+
 def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str], Tensor]:
     """Return a function that reads or draws a parameter, by its name.
 
@@ -243,62 +229,15 @@ def reader(args, config: shapes.Config, device: torch.device) -> Callable[[str],
     return read
 
 
-def load(
-    args,
-    config: shapes.Config,
-    weights: str,
-    layer: type[nn.Module] | None,
-    dtype: str,
-    device: torch.device,
-    free_bytes: float,
-) -> tuple[model.Transformer, dict]:
-    """Return the model, and a dict of what a row of the table says of it.
+def facts_of_loading(net: nn.Module, peak: int, beside: int) -> dict:
+    """Return what a row of the table says of a loaded model.
 
-    Its matrices are in `layer`, or in `dtype` if that is None. `free_bytes` is what weights and
-    cache leave free. Asserts that loading takes no more beside the result than one matrix and one
-    chunk of it, and never the whole model unquantized.
+    Assert that loading took at most `beside` more bytes than the weights.
     """
-    read = reader(args, config, device)
-    net = build(args.model, config, seed=args.seed, device="meta").eval()
-    largest = largest_matrix(config, args.group_size)
-    one_matrix = matrix_bytes_per_weight(config, weights, dtype, device) * largest
-    chunk = weights_at_once(free_bytes - one_matrix, device)
-    errors = []
-    with torch.no_grad(), measure.LiveBytes(device=device) as live:
-        before = live.now
-        modules = list(net.named_modules())
-        bar = report.progress_bar(modules, f"loading {weights}", unit="module", delay=2)
-        for name, module in bar:
-            if getattr(module, "weight", None) is None:
-                continue
-            if isinstance(module, nn.Linear) and layer is not None:
-                quantized, error = quantize_matrix(read, name, layer, args, chunk, dtype, device)
-                net.set_submodule(name, quantized)
-                errors.append(error)
-            else:  # embedding and norms are never quantized
-                weight = read(f"{name}.weight")
-                module.weight = nn.Parameter(weight.to(device, DTYPES[dtype]), requires_grad=False)
-                del weight  # or it would still be there while the next is read
-            if getattr(module, "bias", None) is not None:  # Qwen2's
-                bias = read(f"{name}.bias").to(device, DTYPES[dtype])
-                if layer is None:
-                    module.bias = nn.Parameter(bias, requires_grad=False)
-                else:
-                    add_bias(quantized, bias)
-        if layer is None:
-            net.tie_weights()
-        elif args.kernel == "triton":
-            fuse(net)
-    net.model._fill_rope_tables()
     held = list(net.parameters())
     held += [buffer for name, buffer in net.named_buffers() if "rope" not in name]
-    weight_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
-    peak = live.peak - before
-    allowed = weight_bytes + one_matrix
-    if layer is not None:
-        allowed += TEMPORARY_BYTES * min(chunk, largest)
-    if device.type == "cuda":
-        allowed += MATMUL_WORKSPACE
+    weight_bytes = runtime.held_bytes(held)
+    allowed = weight_bytes + beside
     assert peak <= allowed, (
         f"loading took {peak:,} bytes, {weight_bytes:,} are held, {allowed:,} were planned"
     )
@@ -306,121 +245,12 @@ def load(
     embedding = net.model.embed_tokens.weight
     if getattr(net.lm_head, "weight", None) is not embedding:
         bytes_per_step -= embedding.nbytes  # a step reads one row of it
-    return net, {
+    return {
         "weight_bytes": weight_bytes,
         "bytes_per_step": bytes_per_step,
         "loading_peak_bytes": peak,
         "allowed_loading_peak_bytes": allowed,
-        "largest_matmul_error": max([of_all for of_all, of_one in errors], default=0.0),
-        "largest_output_error": max([of_one for of_all, of_one in errors], default=0.0),
     }
-
-
-def quantize_matrix(
-    read: Callable[[str], Tensor],
-    name: str,
-    layer: type[nn.Module],
-    args,
-    chunk: int,
-    dtype: str,
-    device: torch.device,
-) -> tuple[nn.Module, tuple[float, float]]:
-    """Read a matrix and quantize it, `chunk` weights at a time. Return the layer and its errors.
-
-    Asserts that no weight is off by more than rounding allows, and that the layer multiplies as the
-    dequantized matrix does: a wrong scale, zero or order of codes in a single row shows, however
-    large the matrix is. See check_matmul for the errors.
-    """
-    weight = read(f"{name}.weight")  # [out, in], bf16 or fp32
-    rows, columns = weight.shape
-    x = torch.randn(1, 5, columns, device=device).to(DTYPES[dtype])
-    rows_at_once = max(1, chunk // columns)
-    quantized = None  # codes, scales and zeros of all rows
-    all_expected = []
-    all_norms = []
-    for first in range(0, rows, rows_at_once):
-        some_rows = slice(first, first + rows_at_once)
-        # moved in its own type, which may have fewer bytes than fp32
-        exact = weight[some_rows].to(device).float()
-        if not exact.norm().isfinite():
-            raise UserError(
-                f"--model {args.model}: {name}.weight has a number that is NaN or infinite: "
-                "download the files again"
-            )
-        parts, expected, norms = quantize_rows(exact, x, layer, args.group_size)
-        all_expected.append(expected)
-        all_norms.append(norms)
-        if quantized is None:
-            quantized = [part.new_empty(rows, *part.shape[1:]) for part in parts]
-        for of_all_rows, part in zip(quantized, parts, strict=True):
-            of_all_rows[some_rows] = part
-        del exact, parts, part, of_all_rows  # or they would be there beside the next chunk
-    del weight  # before the layer makes copies
-    if args.kernel == "triton":
-        multiply = layer.for_triton(*quantized)
-    else:
-        multiply = layer(*quantized, DTYPES[dtype])
-    del quantized  # before the matmuls need memory
-    expected = torch.cat(all_expected, dim=-1)  # [1, 5, out]
-    norms = torch.cat(all_norms)  # [out]
-    # With one or two rows of activations, some kernels are other ones.
-    tokens = (5, 2, 1)
-    found = [multiply(x[:, :n]).float() for n in tokens]
-    return multiply, check_matmul(layer, found, [expected[:, :n] for n in tokens], norms, dtype)
-
-
-def add_bias(layer: nn.Module, bias: Tensor) -> None:
-    """Add a bias to what a quantized layer returns (Qwen2 has some)."""
-    layer.register_parameter("bias", nn.Parameter(bias, requires_grad=False))
-    layer.register_forward_hook(lambda layer, inputs, y: y + layer.bias)
-
-
-class Columns(nn.Module):
-    """Take the outputs of one matrix out of those of several."""
-
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__()
-        self.first = first
-        self.last = last
-
-    def forward(self, y: Tensor) -> Tensor:
-        return y[..., self.first : self.last]
-
-
-def fuse(net: model.Transformer) -> None:
-    """Multiply q, k and v of a block by one launch, and gate and up by one.
-
-    A row of weights gives the same bits, whatever rows are beside it.
-    """
-    for block in net.model.layers.values():
-        fuse_projections(block.self_attn, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        fuse_projections(block.mlp, ("gate_proj", "up_proj"), "gate_up_proj")
-
-
-def fuse_projections(module: nn.Module, names: tuple[str, ...], fused_name: str) -> None:
-    """Concatenate the rows of layers that have the same input.
-
-    A hook multiplies before the module's own forward. The layers that were there become Columns,
-    which take their part of the product.
-    """
-    layers = [module.get_submodule(name) for name in names]
-    fused = type(layers[0]).concatenate(layers)
-    biases = [layer.bias for layer in layers if hasattr(layer, "bias")]
-    if biases:
-        add_bias(fused, torch.cat(biases))
-    module.add_module(fused_name, fused)
-
-    first = 0
-    for name, layer in zip(names, layers, strict=True):
-        last = first + layer.out_features
-        module.set_submodule(name, Columns(first, last))
-        first = last
-
-    def multiply(module: nn.Module, inputs: tuple) -> tuple:
-        x, *others = inputs
-        return (fused(x), *others)
-
-    module.register_forward_pre_hook(multiply)
 
 
 def quantize_rows(
@@ -475,12 +305,8 @@ def check_matmul(
     return of_all, of_one
 
 
-def dequantized_model(
-    args, config: shapes.Config, layer: type[nn.Module], device: torch.device, free_bytes: float
-) -> model.Transformer:
-    """Return the model in fp32 with nn.Linear, which holds the weights that `layer` stands for."""
-    net, _ = load(args, config, "fp32", None, "fp32", device, free_bytes)
-    chunk = weights_at_once(free_bytes, device)
+def dequantize_layers(net: nn.Module, layer: type[nn.Module], group_size: int, chunk: int) -> None:
+    """Give each nn.Linear of a model in fp32 the weights that `layer` stands for."""
     for module in net.modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -489,11 +315,10 @@ def dequantized_model(
         rows_at_once = max(1, chunk // columns)
         for first in range(0, len(dequantized), rows_at_once):
             rows = slice(first, first + rows_at_once)
-            parts = layer.quantize(module.weight[rows], args.group_size)
+            parts = layer.quantize(module.weight[rows], group_size)
             dequantized[rows] = layer.dequantize(*parts)[:, :columns]
         # a new tensor, because a tied embedding stays as it is
         module.weight = nn.Parameter(dequantized, requires_grad=False)
-    return net
 
 
 def pack_int4(codes: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 import argparse
 from collections.abc import Callable
 
-import _generate
+import _prompts
 import torch
 from torch import Tensor
 
 from common import cli, lesson, measure, report
 from common.exits import UserError
 from lm import shapes
+from lm.generate import nan_if_not_finite, not_finite_error
 
 ROUNDS = 3  # of all variants in turn, for the time
 NO_DRAFT = "no draft"
@@ -21,7 +22,7 @@ Accept = Callable[[Tensor, Tensor, Tensor, torch.Generator], tuple[int, Tensor]]
 
 def parse_flags(doc: str) -> argparse.Namespace:
     """Parse the flags of the script. On a GPU the model is large enough to be bound by memory."""
-    flags = _generate.parser(doc)
+    flags = _prompts.parser(doc)
     flags.add_argument(
         "--draft",
         metavar="MODEL",
@@ -52,7 +53,7 @@ def check_draft(
     args: argparse.Namespace,
     config: shapes.Config,
     draft_config: shapes.Config,
-    text: _generate.Text,
+    text: _prompts.Text,
 ) -> None:
     """Raise UserError for a draft that cannot guess for the model.
 
@@ -80,7 +81,7 @@ def shared_vocab_size(
     may be padded, decides only where a folder without a tokenizer leaves nothing else to compare.
     """
     vocab_size = min(config.vocab_size, draft_config.vocab_size)
-    draft_tokenizer = _generate.read_tokenizer(args.draft, "--draft")
+    draft_tokenizer = _prompts.read_tokenizer(args.draft, "--draft")
     if tokenizer is None or draft_tokenizer is None:
         if config.vocab_size != draft_config.vocab_size:
             raise UserError(
@@ -140,7 +141,7 @@ def watched(step: Callable[..., Tensor], marks: list[Tensor]) -> Callable[..., T
 
     def watched_step(*inputs: Tensor) -> Tensor:
         logits = step(*inputs)
-        marks.append(_generate.nan_if_not_finite(logits).flatten())
+        marks.append(nan_if_not_finite(logits).flatten())
         return logits
 
     return watched_step
@@ -151,7 +152,7 @@ def check_finite(marks: list[Tensor], model: str) -> None:
     is_nan = torch.cat(marks).isnan().any().item()
     marks.clear()
     if is_nan:
-        raise _generate.not_finite_error(model, "a guess")
+        raise not_finite_error(model, "a guess")
 
 
 def up_to_stop(tokens: list[int], stop: frozenset[int]) -> list[int]:
@@ -237,7 +238,7 @@ def time_of_verify(target, prompt: list[int], draft_tokens: int, device: torch.d
 def check(
     rows: list[dict],
     accept: Accept,
-    text: _generate.Text,
+    text: _prompts.Text,
     args: argparse.Namespace,
     device: torch.device,
 ) -> list[str]:
@@ -253,7 +254,7 @@ def check(
                 f"{row['name']}: other tokens than without a draft"
             )
         checked.append("the tokens with a draft are those without one")
-    return checked + _generate.check_tokens(without_draft["token_ids"], text, args, device)
+    return checked + _prompts.check_tokens(without_draft["token_ids"], text, args, device)
 
 
 def check_distribution(accept: Accept) -> str:

@@ -48,11 +48,11 @@ from common import exits  # before torch: it says what to do without it
 # isort: split
 
 import _export as helper
-import _generate
+import _prompts
 import torch
 from torch import Tensor, nn
 
-from common import lesson, measure
+from common import files, lesson, measure
 from lm import model, shapes, weights
 
 MOST_ROWS = 64  # of a batch: an upper bound that the package checks
@@ -218,7 +218,7 @@ def neighbours_from_halves(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def run(
-    args, folder: Path, device: torch.device, forms: list[str], text: _generate.Text
+    args, folder: Path, device: torch.device, forms: list[str], text: _prompts.Text
 ) -> dict[str, dict]:
     """Make the forms, and let each repeat the steps of eager's answer. Return the row of each."""
     config = text.config
@@ -281,16 +281,16 @@ def main() -> int:
     args = helper.parse_flags(__doc__)
     name = args.model
     config = helper.shape_of(name)
-    text = _generate.Text(args, config)
+    text = _prompts.Text(args, config)
     forms, checked_tokens = helper.possible_forms(args, config, text, write_gguf)
     device = lesson.start(args.device, args.seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with _generate.room_for(helper.least_bytes(name, config, forms), folder):
+        with files.room_for(helper.least_bytes(name, config, forms), folder):
             if name in helper.TRAINED_HERE:
                 args.model = helper.train(name, folder / name, config, device)
             rows = run(args, folder, device, forms, text)
-        checked = _generate.check_tokens(rows["eager"]["token_ids"], text, args, device)
+        checked = _prompts.check_tokens(rows["eager"]["token_ids"], text, args, device)
         checked += helper.check(rows, config)
         checked += checked_tokens
     lesson.end(

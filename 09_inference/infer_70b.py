@@ -27,6 +27,7 @@ memory bandwidth. Previous: 08_model_parallel/tensor_parallel.py, the same shard
 offloaded.py.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,33 +40,25 @@ from common import exits  # before torch: it says what to do without it
 import _infer_70b as helper
 import torch
 import torch.distributed as dist
-from _generate import (
-    DTYPES,
-    Generated,
-    StaticCache,
-    Text,
-    check_tokens,
-    choose_dtype,
-    compiled,
-    generate,
-    parser,
-    sample,
-    say_if_random,
-    speed,
-    steps_of,
-)
+from _prompts import Text, check_tokens, choose_dtype, parser, say_if_random
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from common import cli, lesson, runtime
+from common.runtime import DTYPES
 from lm import model, shapes, weights
-
-# Up to so many parameters the CPU draws random weights, which are then the same on every device. A
-# larger model draws them on its GPUs: for llama-70b a CPU would take a quarter of an hour.
-DRAWN_ON_CPU = 2e9
-
+from lm.generate import (
+    BUCKET,
+    Generated,
+    StaticCache,
+    compile_blocks,
+    generate,
+    sample,
+    speed,
+    steps_of,
+)
 
 # --- 1. the shards
 
@@ -103,7 +96,7 @@ def load_model(args, config: shapes.Config, device: torch.device) -> model.Trans
     net = weights.build(args.model, config, seed=args.seed, device="meta").to(DTYPES[args.dtype])
     if dist.get_world_size() > 1:
         shard_model(net, dist.get_world_size(), device.type)
-    is_large = shapes.parameter_count(config) > DRAWN_ON_CPU
+    is_large = shapes.parameter_count(config) > weights.DRAWN_ON_CPU
     if args.model in shapes.SIZES and is_large:
         weights.check_weights_fit(net, f"--model {args.model}", device)
         draw_on_device(net, args.seed + dist.get_rank(), device)
@@ -118,7 +111,7 @@ def draw_on_device(net: model.Transformer, seed: int, device: torch.device) -> N
     net.tie_weights()  # to_empty has made two parameters of one
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in net.parameters():
-        shard = helper.local(parameter)
+        shard = runtime.local_shard(parameter)
         if shard.ndim > 1:
             shard.normal_(std=0.02, generator=generator)
         else:
@@ -142,7 +135,46 @@ def same_on_all_ranks(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     return choose_together
 
 
-# --- 3. the answer
+# --- 3. the decode step as CUDA graphs
+
+
+def captured(decode: Callable, cache: StaticCache) -> Callable:
+    """Return a decode step that is one launch, so that no kernel waits for Python.
+
+    A CUDA graph reads and writes fixed addresses, so each step copies its inputs there. Attention
+    reads the slots in use, rounded up: there is one graph for each multiple of BUCKET slots.
+    """
+    graphs = {}
+    pool = torch.cuda.graph_pool_handle()  # all graphs share the memory of their activations
+    all_slots = cache.slots
+
+    def replay(ids: Tensor, positions: Tensor) -> Tensor:
+        cache.filled += 1
+        slot_count = math.ceil(cache.filled / BUCKET) * BUCKET
+        if slot_count not in graphs:
+            cache.slots = all_slots[:slot_count]
+            graphs[slot_count] = capture(decode, ids.clone(), positions.clone(), pool)
+            cache.slots = all_slots  # prefill reads all slots
+        graph, static_ids, static_positions, logits = graphs[slot_count]
+        static_ids.copy_(ids)
+        static_positions.copy_(positions)
+        graph.replay()
+        return logits
+
+    return replay
+
+
+def capture(decode: Callable, static_ids: Tensor, static_positions: Tensor, pool: tuple) -> tuple:
+    """Return the CUDA graph of a decode step, its inputs and its output."""
+    decode(static_ids, static_positions)  # compiles; the replay writes the same to the cache again
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: another thread of the process, such as NCCL's, may call CUDA meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        logits = decode(static_ids, static_positions)
+    return graph, static_ids, static_positions, logits
+
+
+# --- 4. the answer
 
 
 def read_flags():
@@ -175,8 +207,11 @@ def run(
         ranks=ranks,
     )
     prefill, decode = steps_of(net, cache)
-    if args.compile:
-        (decode,) = compiled(net, cache, decode)
+    if args.compile and device.type == "cuda":
+        compile_blocks(net)
+        decode = captured(decode, cache)
+    elif args.compile:
+        decode = torch.compile(decode, dynamic=False)
 
     def answer(max_new_tokens: int, on_tokens=None) -> Generated:
         generator = torch.Generator(device).manual_seed(args.seed)

@@ -47,13 +47,16 @@ from common import exits  # before torch: it says what to do without it
 
 import _kv_cache as helper
 import torch
-from _generate import DTYPES, Text, check_tokens, choose_dtype, generate, parser, sample
+from _prompts import Text, check_tokens, choose_dtype, parser
 from torch import Tensor, nn
 
-from common import cli, lesson, measure
+from common import cli, lesson, measure, report
+from common.runtime import DTYPES
 from lm import model, shapes, weights
+from lm.generate import nan_if_not_finite, not_finite_error, sample
 
 BLOCK = 16  # tokens
+READ_EVERY = 8  # decode steps: so often the CPU asks whether all answers have ended
 ROUNDS = 3
 VARIANTS = (
     "no cache",
@@ -131,11 +134,6 @@ class KVCache:
 
 
 # --- 2. a step with a cache, and without one
-#
-# Generation calls prefill once, and then decode for each new token after the first:
-#
-#     tokens = choose(steps.prefill(ids, positions, last))
-#     tokens = choose(steps.decode(tokens, positions))
 
 
 class CachedSteps:
@@ -193,7 +191,49 @@ def pick(hidden: Tensor, last: Tensor) -> Tensor:
     return hidden[rows, last]
 
 
-# --- 3. paging: blocks of 16 slots, and a block table for each sequence
+# --- 3. the decode loop: prefill gives the first new token, each decode step one more
+
+
+@torch.inference_mode()
+def generate(
+    steps: CachedSteps | UncachedSteps,
+    prompts: list[list[int]],
+    choose: Callable[[Tensor], Tensor],
+    *,
+    max_new_tokens: int,
+    stop: frozenset[int],
+    device: torch.device,
+) -> tuple[list[list[int]], int]:
+    """Return the new tokens of each prompt, up to a stop token, and the number of decode steps.
+
+    `choose` turns logits, [batch, vocab], into tokens, [batch].
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [batch]
+    ids = nn.utils.rnn.pad_sequence(
+        [torch.tensor(prompt, device=device) for prompt in prompts], batch_first=True
+    )  # [batch, tokens]
+    positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+    stop_ids = torch.tensor(sorted(stop), device=device)
+
+    tokens = choose(steps.prefill(ids, positions, lengths - 1))  # [batch]
+    new_tokens = [tokens]
+    has_ended = torch.isin(tokens, stop_ids)
+    for step in report.progress_bar(range(max_new_tokens - 1), "decoding", unit="token", delay=2):
+        # This comparison waits for the GPU. At the other steps the CPU runs ahead of it.
+        if step % READ_EVERY == 0 and has_ended.all():
+            break
+        tokens = choose(steps.decode(tokens, lengths + step))
+        new_tokens.append(tokens)
+        has_ended |= torch.isin(tokens, stop_ids)
+
+    answers = []
+    for answer in torch.stack(new_tokens, dim=1).tolist():
+        stops = [place for place, token in enumerate(answer) if token in stop]
+        answers.append(answer[: stops[0]] if stops else answer)
+    return answers, len(new_tokens) - 1
+
+
+# --- 4. paging: blocks of 16 slots, and a block table for each sequence
 
 
 class PagedCache(KVCache):
@@ -267,7 +307,7 @@ class PagedCache(KVCache):
         blocks = all_blocks[self.table]  # [sequences, blocks, heads, BLOCK, head_dim]
         return blocks.transpose(1, 2).flatten(2, 3)
 
-    # --- 4. sharing
+    # --- 5. sharing
 
     def share(self, sequence: int, other: int, tokens: int) -> None:
         """Let `sequence` use the blocks that hold the first `tokens` tokens of `other`.
@@ -277,7 +317,7 @@ class PagedCache(KVCache):
         """
         self.tables[sequence] = self.tables[other][: tokens // BLOCK]
 
-    # --- 5. offload
+    # --- 6. offload
 
     def offload(self, sequence: int) -> list[Tensor]:
         """Copy a sequence's blocks to CPU memory and free the blocks.
@@ -382,7 +422,7 @@ def shared_tokens(prompts: list[list[int]]) -> int:
     return min(in_common, shortest - 1) // BLOCK * BLOCK
 
 
-# --- 6. the comparison
+# --- 7. the comparison
 
 
 def make_steps(
@@ -412,6 +452,7 @@ def make_steps(
 def run(variant: str, net: model.Transformer, text: Text, args, device: torch.device) -> dict:
     """Answer all prompts. Return the new tokens, how many tokens were processed, and the bytes."""
     row = {"name": variant, "tokens_read": 0}
+    marks = []  # of each step, [batch]: NaN if a logit is NaN or infinite
 
     def count(_, inputs: tuple) -> None:
         row["tokens_read"] += inputs[0].numel()
@@ -421,22 +462,21 @@ def run(variant: str, net: model.Transformer, text: Text, args, device: torch.de
 
     def choose(logits: Tensor) -> Tensor:
         row["logits"] = logits  # in the end, the logits of the last step
+        marks.append(nan_if_not_finite(logits))
         return sample(logits, args, generator)
 
     counter = net.model.register_forward_pre_hook(count)
-    result = generate(
-        steps.prefill,
-        steps.decode,
+    row["token_ids"], row["decode_steps"] = generate(
+        steps,
         text.prompts,
+        choose,
         max_new_tokens=args.max_new_tokens,
-        choose=choose,
-        device=device,
         stop=text.stop,
-        model=f"--model {args.model}",
+        device=device,
     )
     counter.remove()
-    row["token_ids"] = result.token_ids
-    row["decode_steps"] = result.decode_steps
+    if torch.stack(marks).isnan().any():
+        raise not_finite_error(f"--model {args.model}", "a new token")
     return row | helper.cache_figures(steps)
 
 

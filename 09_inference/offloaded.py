@@ -56,13 +56,15 @@ from common import exits  # before torch: it says what to do without it
 
 # isort: split
 
-import _generate
 import _offloaded as helper
+import _prompts
 import torch
 from torch import Tensor, nn
 
 from common import lesson, measure, runtime
-from lm import model, shapes, weights
+from common.runtime import DTYPES
+from lm import model, shapes, weights, zero
+from lm.generate import StaticCache, steps_of
 
 # --- 1. stream: two buffers on the device
 
@@ -160,13 +162,13 @@ def with_streamed_layers(
 
 
 def run_stream(
-    args, config: shapes.Config, text: _generate.Text, device: torch.device
+    args, config: shapes.Config, text: _prompts.Text, device: torch.device
 ) -> tuple[list[dict], list[str]]:
     """Answer with all weights on the device if they fit, with one buffer, and with two.
 
     Return the rows, and what was checked.
     """
-    dtype = _generate.DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     net = weights.build(args.model, config, seed=args.seed, device="meta").to(dtype)
     stay = helper.layers_that_stay(net, args, text)
     weights.materialize(net, args.model, seed=args.seed, device="cpu")
@@ -193,10 +195,10 @@ def run_stream(
     rows = {}
     for name, (stay, buffers) in variants.items():
         variant, streams[name] = with_streamed_layers(net, layers, stay, buffers, device)
-        cache = _generate.StaticCache(
+        cache = StaticCache(
             config, batch=len(text.prompts), length=text.length, dtype=dtype, device=device
         )
-        steps = _generate.steps_of(variant, cache)
+        steps = steps_of(variant, cache)
         answers[name] = partial(helper.answer, steps, text, args, device)
         rows[name] = helper.row_of(name, variant, streams[name])
 
@@ -241,7 +243,7 @@ def shard(args, config: shapes.Config, device: torch.device) -> nn.Module:
 
     Each tensor is sharded as soon as it is made. A full tensor exists only while it is used.
     """
-    deepspeed = helper.import_deepspeed(device)
+    deepspeed = zero.import_deepspeed(device)
     embedding_size = config.vocab_size * config.hidden_size
     layer_size = (shapes.parameter_count(config) - embedding_size) // config.num_hidden_layers
     settings = {
@@ -261,7 +263,7 @@ def shard(args, config: shapes.Config, device: torch.device) -> nn.Module:
     }
     with deepspeed.zero.Init(config_dict_or_path=settings):
         net = model.Transformer(config)
-    helper.fill(deepspeed, net, args)
+    zero.fill_weights(net, args.model, args.seed)
     net.requires_grad_(False)
     # fills the tables of the rotary embedding again: zero.Init has rounded them to 16 bits
     net.to(device)
@@ -274,13 +276,13 @@ def shard(args, config: shapes.Config, device: torch.device) -> nn.Module:
 
 
 def by_device_map(
-    args, config: shapes.Config, text: _generate.Text, device: torch.device
+    args, config: shapes.Config, text: _prompts.Text, device: torch.device
 ) -> tuple[dict, tuple[Callable, Callable] | None, list[str]]:
     """Return the row with the bytes, prefill and decode, and what was checked.
 
     A dry run places the weights and loads nothing. It has no prefill and decode.
     """
-    dtype = _generate.DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     net = helper.empty_model(config, dtype)
     cache_bytes = helper.cache_bytes(config, dtype, text)
     device_map = place(net, helper.free_bytes(args, device), cache_bytes)
@@ -297,13 +299,13 @@ def by_device_map(
 
 
 def by_zero3(
-    args, config: shapes.Config, text: _generate.Text, device: torch.device
+    args, config: shapes.Config, text: _prompts.Text, device: torch.device
 ) -> tuple[dict, tuple[Callable, Callable], list[str]]:
     """Return the row with the bytes of this rank, prefill and decode, and what was checked."""
     world_size = runtime.ranks().world_size
-    dtype = _generate.DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     engine = shard(args, config, device)
-    row = helper.held_bytes(engine.module)
+    row = helper.shard_bytes(engine.module)
     held = row["gpu_bytes"] + row["cpu_bytes"]
     planned = 0
     for weight in weights.build(args.model, config, seed=0, device="meta").parameters():
@@ -314,7 +316,7 @@ def by_zero3(
     # What is not on this device comes from other ranks and from the CPU.
     on_device = row["gpu_bytes"] if device.type == "cuda" else held
     row["moved_bytes"] = shapes.parameter_count(config) * dtype.itemsize - on_device
-    cache = _generate.StaticCache(
+    cache = StaticCache(
         config,
         batch=len(helper.rows_of_rank(len(text.prompts), device)),
         length=text.length,
@@ -326,7 +328,7 @@ def by_zero3(
 
 
 def run_library(
-    args, config: shapes.Config, text: _generate.Text, device: torch.device
+    args, config: shapes.Config, text: _prompts.Text, device: torch.device
 ) -> tuple[list[dict], list[str]]:
     """Answer by device map or ZeRO-3. Return one row, and what was checked."""
     if args.by == "device-map":
@@ -351,7 +353,7 @@ def run_library(
 def main() -> int:
     args = helper.parse_flags(__doc__)
     config = shapes.read_config(args.model)
-    text = _generate.Text(args, config)
+    text = _prompts.Text(args, config)
     if args.by == "zero3":
         device = runtime.init_process_group(args.device)
     else:
@@ -362,7 +364,7 @@ def main() -> int:
     if args.dry_run and args.dtype == "auto":
         args.dtype = "bf16"  # of the GPUs that are not here
     else:
-        args.dtype = _generate.choose_dtype(args, config, device)
+        args.dtype = _prompts.choose_dtype(args, config, device)
 
     run = run_stream if args.by == "stream" else run_library
     rows, checked = run(args, config, text, device)
@@ -373,9 +375,9 @@ def main() -> int:
         own["world_size"] = args.world_size or 1
     else:
         own["texts"] = [text.decode(ids) for ids in token_ids]
-        _generate.say_if_random(args.model)
+        _prompts.say_if_random(args.model)
         runtime.print0(own["texts"][0])
-        checked += runtime.on_rank0(partial(_generate.check_tokens, token_ids, text, args, device))
+        checked += runtime.on_rank0(partial(_prompts.check_tokens, token_ids, text, args, device))
     lesson.end(rows, columns=helper.columns(args), checked=checked, args=args, device=device, **own)
     if args.by == "zero3":
         runtime.shutdown()

@@ -58,11 +58,12 @@ from common import exits  # before torch: it says what to do without it
 import _parity as helper
 import torch
 import torch.nn.functional as F
-from _generate import DTYPES, StaticCache, compiled, steps_of
 from torch import Tensor, nn
 
 from common import lesson
+from common.runtime import DTYPES
 from lm import model, shapes, weights
+from lm.generate import StaticCache, compiled, steps_of
 
 CLIP = 0.2  # ratios from 0.8 to 1.2 are not clipped
 

@@ -7,7 +7,7 @@ a scale, in int4 a group of 32 to 256 weights shares a scale and a zero. Activat
 in bf16.
 
 A matmul is torch's weight-only kernel where there is one, else dequantize and F.linear. On a GPU
---kernel triton uses `matvec_kernel` below instead. Each matrix is read, quantized in chunks and
+--kernel triton uses lm/matvec.py instead. Each matrix is read, quantized in chunks and
 checked before the next, so the whole model is never in memory in bf16.
 
     laptop    python 09_inference/quantized.py
@@ -21,10 +21,9 @@ of the memory bandwidth. With --dtype fp32, int8 and int4 run without torch's ke
 parity.py. Next: speculative.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
@@ -35,26 +34,15 @@ from common import exits  # before torch: it says what to do without it
 import _quantized
 import torch
 import torch.nn.functional as F
-from _generate import (
-    DTYPES,
-    StaticCache,
-    Text,
-    check_tokens,
-    compiled,
-    generate,
-    parser,
-    sample,
-    say_if_random,
-    speed,
-    steps_of,
-)
-from _quantized import tl, triton_jit, triton_operator
+from _prompts import Text, check_tokens, parser, say_if_random
 from torch import Tensor, nn
 
 from common import lesson, measure, report
-from lm import shapes
-
-MATVEC_ROWS = 2  # of activations. With more, the kernel takes longer to compute than to read.
+from common.exits import UserError
+from common.runtime import DTYPES
+from lm import matvec, model, shapes
+from lm.generate import StaticCache, compiled, generate, sample, speed, steps_of
+from lm.weights import build
 
 # A few fp32 operations, each off by at most 6e-8, relative to the largest weight of a group.
 FP32_ROUNDING = 1e-6
@@ -64,6 +52,9 @@ ALLOWED_BF16_ERROR = 0.2
 # Quantized layers against their dequantized weights: as many times what bf16 costs the logits. With
 # equal activations this would be about 1; kernels round a little more than F.linear.
 ALLOWED_ARITHMETIC_FACTOR = 3
+
+
+# --- 1. matrices in 8 and 4 bits
 
 
 class Int8Linear(nn.Module):
@@ -101,14 +92,6 @@ class Int8Linear(nn.Module):
         """
         step = scale.float()[:, None]
         return step / 2 + 127 * step * FP32_ROUNDING
-
-    @staticmethod
-    def for_triton(codes: Tensor, scale: Tensor) -> TritonLinear:
-        """Return the same matrix in the layout of matvec_kernel, whose codes are from 0 to 255."""
-        if codes.shape[1] % 16 != 0:
-            codes = F.pad(codes, (0, -codes.shape[1] % 16))  # a thread reads 16 at once
-        codes = codes.view(torch.uint8) ^ 128  # code + 128
-        return TritonLinear(order_words(codes, 8), scale, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.to(x.dtype)
@@ -169,14 +152,6 @@ class Int4Linear(nn.Module):
         largest = 15 * step + zero.float().abs()
         return step / 2 + largest * (2**-8 + FP32_ROUNDING)
 
-    @staticmethod
-    def for_triton(codes: Tensor, scale: Tensor, zero: Tensor) -> TritonLinear:
-        """Return the same matrix in the layout of matvec_kernel."""
-        codes = codes >> 4 | codes << 4  # the even columns in the low four bits
-        scale_and_zero = torch.stack((scale, zero), -1)  # [out, groups, 2]
-        scales = scale_and_zero.view(torch.int32).squeeze(-1)  # [out, groups]
-        return TritonLinear(order_words(codes, 4), scales, 4)
-
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, len(self.scale_and_zero) * self.group_size - x.shape[-1]))
         if self.kernel is not None:
@@ -186,249 +161,120 @@ class Int4Linear(nn.Module):
         return F.linear(x, self.dequantize(self.codes, scale, zero).to(x.dtype))
 
 
-# --- the kernel of --kernel triton
-
-
-@triton_jit
-def times_code(words, first_bit: tl.constexpr, BITS: tl.constexpr, x):
-    """Multiply x / 2**59 by the code that starts at `first_bit` of each word.
-
-    To convert an integer to fp32 costs a slow instruction. It is not needed: the bits of an integer
-    below 2**24, read as fp32, are the number integer * 2**-149, a subnormal number for integers
-    below 2**23. So a code costs one mask, which leaves code * 2**first_bit, and one multiplication
-    by x * 2**(90 - first_bit). The rest of the power, 2**59, follows once for the whole sum. x has
-    to stay below 2**38.
-    """
-    # The codes of the top byte would reach beyond 2**24: they are shifted down first.
-    shift: tl.constexpr = 8 if first_bit + BITS > 24 else 0
-    low: tl.constexpr = first_bit - shift
-    mask: tl.constexpr = ((1 << BITS) - 1) << low
-    code = (words >> shift & mask).to(tl.float32, bitcast=True)
-    return code * (x * (2.0**90 / (1 << low)))
-
-
-@triton_jit
-def first_of_two(pairs):
-    """Return the bf16 in the low 16 bits, as fp32: a bf16 is the upper half of an fp32."""
-    return (pairs << 16).to(tl.float32, bitcast=True)
-
-
-@triton_jit
-def second_of_two(pairs):
-    """Return the bf16 in the high 16 bits, as fp32."""
-    return (pairs & -65536).to(tl.float32, bitcast=True)
-
-
-@triton_jit
-def matvec_kernel(
-    x,  # bf16 [M, K]
-    words,  # int32 [N, K * BITS / 32]: codes from 0, in the order of `order_words`
-    scales,  # int4: int32 [N, K / GROUP], two bf16, scale and zero; int8: bf16 [N]
-    y,  # bf16 [M, N]
-    N,
-    M: tl.constexpr,  # rows of activations, 1 or 2: another M is another kernel
-    K: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,  # rows of weights of a program
-    THREADS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Multiply M rows of activations by ROWS rows of weights, reading each code once.
-
-    A thread reads 128 bits of a row at a time, the widest load that there is: 32 columns in int4,
-    16 in int8. That is at most one group. So the thread multiplies by its scale once for 32 codes,
-    and needs no other thread for it:
-
-        sum of ((code - 8) * scale + zero) * x = scale * sum(code * x) + (zero - 8 * scale) * sum(x)
-    """
-    COLUMNS: tl.constexpr = 128 // BITS
-    row = tl.arange(0, ROWS)[:, None, None]
-    block = tl.arange(0, THREADS)[None, :, None]  # of 128 bits
-    word = tl.arange(0, 4)[None, None, :]
-    x = x.to(tl.pointer_type(tl.int32))  # two bf16 at once
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-
-    # The hints choose the layout: the lanes of a warp lie along the blocks, and a thread has all
-    # rows and words of its block, in every tensor alike. Without them some versions of Triton move
-    # each tensor through shared memory.
-    words += first_row * (K * BITS // 32)
-    word_offsets = row * (K * BITS // 32) + block * 4 + word
-    word_offsets = tl.max_contiguous(word_offsets, [1, 2, 4])
-    if BITS == 4:
-        group_scales = scales + first_row * (K // GROUP)
-        scale_offsets = row * (K // GROUP) + block // (GROUP // COLUMNS)
-        scale_offsets = tl.max_contiguous(scale_offsets, [1, 2, 1])
-        scale_offsets = tl.multiple_of(scale_offsets, [1, 1, 1])
-
-    totals = ()
-    for _ in tl.static_range(M):
-        totals += (tl.zeros([ROWS, THREADS, 1], tl.float32),)
-    for first_block in tl.range(0, K // COLUMNS, THREADS, num_stages=STAGES):
-        is_whole: tl.constexpr = K // COLUMNS % THREADS == 0
-        inside = None if is_whole else block < K // COLUMNS - first_block
-        other = None if is_whole else 0
-        codes = tl.load(
-            words + first_block * 4 + word_offsets, inside, other, eviction_policy="evict_first"
-        )  # [ROWS, THREADS, 4]
-        if BITS == 4:
-            first_group = first_block // (GROUP // COLUMNS)
-            pairs = tl.load(group_scales + first_group + scale_offsets, inside, other)
-            scale = first_of_two(pairs)  # [ROWS, THREADS, 1]
-            zero = second_of_two(pairs) - 8 * scale
-        else:  # code - 128; the scale of the row can wait
-            scale = 1.0
-            zero = -128.0
-
-        new_totals = ()
-        for m in tl.static_range(M):
-            dot = tl.zeros([ROWS, THREADS, 4], tl.float32)
-            sum_x = tl.zeros([1, THREADS, 4], tl.float32)
-            for eighth in tl.static_range(COLUMNS // 8):  # eight columns, two for each word
-                x_offsets = block * (COLUMNS // 2) + eighth * 4 + word
-                first_x = m * (K // 2) + first_block * (COLUMNS // 2)
-                two = tl.load(x + first_x + x_offsets, inside, other)
-                dot += times_code(codes, 2 * eighth * BITS, BITS, first_of_two(two))
-                dot += times_code(codes, (2 * eighth + 1) * BITS, BITS, second_of_two(two))
-                sum_x += first_of_two(two)
-                sum_x += second_of_two(two)
-            dot = tl.sum(dot, 2, keep_dims=True)
-            sum_x = tl.sum(sum_x, 2, keep_dims=True)
-            new_totals += (totals[m] + dot * (scale * 2.0**59) + sum_x * zero,)
-        totals = new_totals
-
-    rows = first_row + tl.arange(0, ROWS)
-    for m in tl.static_range(M):
-        total = tl.sum(tl.sum(totals[m], 2), 1)  # [ROWS]
-        if BITS == 8:
-            total *= tl.load(scales + rows).to(tl.float32)
-        tl.store(y + m * N + rows, total.to(y.dtype.element_ty))
-
-
-@triton_jit
-def dequantize_kernel(
-    words,  # as matvec_kernel reads them
-    scales,
-    weight,  # bf16 [N, K]
-    word_count,
-    K: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the codes of BLOCK words as bf16: for the matmul of a prompt, which has many rows."""
-    COLUMNS: tl.constexpr = 128 // BITS
-    WORDS: tl.constexpr = K * BITS // 32  # of a row
-    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = word < word_count
-    codes = tl.load(words + word, inside, 0)
-    row = word // WORDS
-    first_column = word % WORDS // 4 * COLUMNS + word % 4 * 2
-    if BITS == 4:
-        pairs = tl.load(scales + row * (K // GROUP) + first_column // GROUP, inside, 0)
-        scale = first_of_two(pairs)
-        zero = second_of_two(pairs)
-    else:
-        scale = tl.load(scales + row, inside, 0).to(tl.float32)
-        zero = 0.0
-    for i in tl.static_range(32 // BITS):
-        code = ((codes >> i * BITS) & ((1 << BITS) - 1)).to(tl.float32)
-        value = (code - (1 << (BITS - 1))) * scale + zero
-        column = first_column + i // 2 * 8 + i % 2
-        tl.store(weight + row * K + column, value.to(weight.dtype.element_ty), inside)
-
-
-def order_words(codes: Tensor, bits: int) -> Tensor:
-    """Reorder codes as matvec_kernel reads them, 128 bits at a time.
-
-    uint8 [N, K * bits / 8], in int4 with even columns in the low four bits, becomes int32
-    [N, K * bits / 32]. Of eight columns, whose activations are 16 bytes, each of four words gets
-    two. So a thread reads activations by 16 bytes as well.
-    """
-    bytes_of_two = bits // 4
-    eighths = codes.unflatten(1, (-1, 4 // bytes_of_two, 4, bytes_of_two))
-    return eighths.transpose(2, 3).contiguous().flatten(1).view(torch.int32)
-
-
-@triton_operator
-def matvec(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    bits: int,
-    rows: int = 8,
-    warps: int = 4,
-    stages: int = 1,
-) -> Tensor:
-    """Return x [M, K] times the transposed matrix, [M, N], by one launch of matvec_kernel.
-
-    As an operator it is seen by torch.compile. Each sum has a fixed order.
-    """
-    M, K = x.shape
-    N = words.shape[0]
-    group = K
-    if bits == 4:
-        group = K // scales.shape[1]
-    while N % rows != 0:
-        rows //= 2
-    y = x.new_empty(M, N)
-    launch = torch.library.wrap_triton(matvec_kernel)[(N // rows,)]
-    threads = 32 * warps
-    launch(x, words, scales, y, N, M, K, bits, group, rows, threads, stages, num_warps=warps)
-    return y
-
-
-@triton_operator
-def dequantize_words(words: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return the matrix [N, K] in bf16."""
-    N = words.shape[0]
-    K = words.shape[1] * 32 // bits
-    group = K
-    if bits == 4:
-        group = K // scales.shape[1]
-    weight = words.new_empty(N, K, dtype=torch.bfloat16)
-    block = 1024
-    launch = torch.library.wrap_triton(dequantize_kernel)[(-(-words.numel() // block),)]
-    launch(words, scales, weight, words.numel(), K, bits, group, block)
-    return weight
-
-
-class TritonLinear(nn.Module):
-    """Hold an int8 or int4 matrix for matvec_kernel, which multiplies one or two rows.
-
-    More rows, as in a prompt, multiply the dequantized matrix: arithmetic takes most of their time.
-    """
-
-    def __init__(self, words: Tensor, scales: Tensor, bits: int) -> None:
-        super().__init__()
-        self.bits = bits
-        self.register_buffer("words", words)  # int32 [out, in * bits / 32], by order_words
-        self.register_buffer("scales", scales)  # int8: bf16 [out]; int4: int32 [out, groups]
-
-    @property
-    def out_features(self) -> int:
-        return len(self.words)
-
-    @classmethod
-    def concatenate(cls, layers: list[TritonLinear]) -> TritonLinear:
-        """Return one layer with the rows of several, for which a single launch is enough."""
-        words = torch.cat([layer.words for layer in layers])
-        scales = torch.cat([layer.scales for layer in layers])
-        return cls(words, scales, layers[0].bits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        columns = self.words.shape[1] * 32 // self.bits
-        if x.shape[-1] < columns:
-            x = F.pad(x, (0, columns - x.shape[-1]))
-        rows = x.flatten(0, -2)
-        if len(rows) > MATVEC_ROWS:
-            return F.linear(x, dequantize_words(self.words, self.scales, self.bits))
-        y = matvec(rows.contiguous(), self.words, self.scales, self.bits)
-        return y.unflatten(0, x.shape[:-1])
-
-
 # None: nn.Linear in that type
 LAYERS = {"fp32": None, "bf16": None, "int8": Int8Linear, "int4": Int4Linear}
+
+
+# --- 2. loading, matrix by matrix
+
+
+def load(
+    args,
+    config: shapes.Config,
+    weights: str,
+    layer: type[nn.Module] | None,
+    dtype: str,
+    device: torch.device,
+    free_bytes: float,
+) -> tuple[model.Transformer, dict]:
+    """Return the model, and a dict of what a row of the table says of it.
+
+    Its matrices are in `layer`, or in `dtype` if that is None. `free_bytes` is what weights and
+    cache leave free. Asserts that loading takes no more beside the result than one matrix and one
+    chunk of it, and never the whole model unquantized.
+    """
+    read = _quantized.reader(args, config, device)
+    net = build(args.model, config, seed=args.seed, device="meta").eval()
+    chunk, beside = _quantized.plan_loading(args, config, weights, dtype, device, free_bytes)
+    errors = []
+    with torch.no_grad(), measure.LiveBytes(device=device) as live:
+        before = live.now
+        modules = list(net.named_modules())
+        bar = report.progress_bar(modules, f"loading {weights}", unit="module", delay=2)
+        for name, module in bar:
+            if getattr(module, "weight", None) is None:
+                continue
+            if isinstance(module, nn.Linear) and layer is not None:
+                quantized, error = quantize_matrix(read, name, layer, args, chunk, dtype, device)
+                net.set_submodule(name, quantized)
+                errors.append(error)
+            else:  # embedding and norms are never quantized
+                weight = read(f"{name}.weight")
+                module.weight = nn.Parameter(weight.to(device, DTYPES[dtype]), requires_grad=False)
+                del weight  # or it would still be there while the next is read
+            if getattr(module, "bias", None) is not None:  # Qwen2's
+                bias = read(f"{name}.bias").to(device, DTYPES[dtype])
+                if layer is None:
+                    module.bias = nn.Parameter(bias, requires_grad=False)
+                else:
+                    matvec.add_bias(quantized, bias)
+        if layer is None:
+            net.tie_weights()
+        elif args.kernel == "triton":
+            matvec.fuse(net)
+    net.model._fill_rope_tables()
+    facts = _quantized.facts_of_loading(net, live.peak - before, beside)
+    facts["largest_matmul_error"] = max([of_all for of_all, of_one in errors], default=0.0)
+    facts["largest_output_error"] = max([of_one for of_all, of_one in errors], default=0.0)
+    return net, facts
+
+
+def quantize_matrix(
+    read: Callable[[str], Tensor],
+    name: str,
+    layer: type[nn.Module],
+    args,
+    chunk: int,
+    dtype: str,
+    device: torch.device,
+) -> tuple[nn.Module, tuple[float, float]]:
+    """Read a matrix and quantize it, `chunk` weights at a time. Return the layer and its errors.
+
+    Asserts that no weight is off by more than rounding allows, and that the layer multiplies as the
+    dequantized matrix does: a wrong scale, zero or order of codes in a single row shows, however
+    large the matrix is. See _quantized.check_matmul for the errors.
+    """
+    weight = read(f"{name}.weight")  # [out, in], bf16 or fp32
+    rows, columns = weight.shape
+    x = torch.randn(1, 5, columns, device=device).to(DTYPES[dtype])
+    rows_at_once = max(1, chunk // columns)
+    quantized = None  # codes, scales and zeros of all rows
+    all_expected = []
+    all_norms = []
+    for first in range(0, rows, rows_at_once):
+        some_rows = slice(first, first + rows_at_once)
+        # moved in its own type, which may have fewer bytes than fp32
+        exact = weight[some_rows].to(device).float()
+        if not exact.norm().isfinite():
+            raise UserError(
+                f"--model {args.model}: {name}.weight has a number that is NaN or infinite: "
+                "download the files again"
+            )
+        parts, expected, norms = _quantized.quantize_rows(exact, x, layer, args.group_size)
+        all_expected.append(expected)
+        all_norms.append(norms)
+        if quantized is None:
+            quantized = [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        for of_all_rows, part in zip(quantized, parts, strict=True):
+            of_all_rows[some_rows] = part
+        del exact, parts, part, of_all_rows  # or they would be there beside the next chunk
+    del weight  # before the layer makes copies
+    if args.kernel == "triton":
+        multiply = matvec.triton_layer(*quantized)
+    else:
+        multiply = layer(*quantized, DTYPES[dtype])
+    del quantized  # before the matmuls need memory
+    expected = torch.cat(all_expected, dim=-1)  # [1, 5, out]
+    norms = torch.cat(all_norms)  # [out]
+    # With one or two rows of activations, some kernels are other ones.
+    tokens = (5, 2, 1)
+    found = [multiply(x[:, :n]).float() for n in tokens]
+    return multiply, _quantized.check_matmul(
+        layer, found, [expected[:, :n] for n in tokens], norms, dtype
+    )
+
+
+# --- 3. answers and errors
 
 
 def run(
@@ -444,9 +290,7 @@ def run(
         tensor.nbytes for tensor in StaticCache(text.config, **shape, device="meta").tensors
     )
     planned, free_bytes = _quantized.check_room(args, text.config, weights, cache_bytes, device)
-    net, facts = _quantized.load(
-        args, text.config, weights, LAYERS[weights], dtype, device, free_bytes
-    )
+    net, facts = load(args, text.config, weights, LAYERS[weights], dtype, device, free_bytes)
     cache = StaticCache(text.config, **shape, device=device)
     prefill, decode = steps_of(net, cache)
     if args.compile:
@@ -503,7 +347,9 @@ def error_of_arithmetic(
     depends on the model.
     """
     _, free_bytes = _quantized.check_room(args, text.config, "fp32", 0, device)
-    net = _quantized.dequantized_model(args, text.config, LAYERS[weights], device, free_bytes)
+    net, _ = load(args, text.config, "fp32", None, "fp32", device, free_bytes)
+    chunk = _quantized.weights_at_once(free_bytes, device)
+    _quantized.dequantize_layers(net, LAYERS[weights], args.group_size, chunk)
     return measure.relative_error(logits, logits_of(net, text, device))
 
 
@@ -570,7 +416,7 @@ def main() -> int:
         "--kernel",
         choices=("torch", "triton"),
         default="torch",
-        help="of int8 and int4 on a GPU: torch's, or matvec_kernel in this file (default: torch)",
+        help="of int8 and int4 on a GPU: torch's, or the one of lm/matvec.py (default: torch)",
     )
     flags.add_argument(
         "--compile", action="store_true", help="compile the decode step; on a GPU one CUDA graph"
@@ -579,7 +425,7 @@ def main() -> int:
     config = shapes.read_config(args.model)
     text = Text(args, config)
     device = lesson.start(args.device, args.seed)
-    _quantized.check_kernel(args, device, len(text.texts), MATVEC_ROWS)
+    _quantized.check_kernel(args, device, len(text.texts), matvec.MATVEC_ROWS)
     say_if_random(args.model)
 
     kinds = [*LAYERS] if args.weights == "all" else [args.weights]

@@ -48,13 +48,15 @@ from common import exits  # before torch: it says what to do without it
 
 # isort: split
 
-import _generate
+import _prompts
 import _speculative as helper
 import torch
 from torch import Tensor, nn
 
 from common import lesson, measure
+from common.runtime import DTYPES
 from lm import model, shapes, weights
+from lm.generate import StaticCache, compiled, generate, probabilities, sample, steps_of
 
 # --- 1. the algorithm
 
@@ -84,7 +86,7 @@ class Steps(NamedTuple):
     prefill: Callable[..., Tensor]  # ids and positions [1, prompt], last [1] -> logits [1, vocab]
     decode: Callable[..., Tensor]  # token and position [1] -> logits [1, vocab]
     verify: Callable[..., Tensor]  # tokens and positions [1, K + 1] -> logits [1, K + 1, vocab]
-    cache: _generate.StaticCache
+    cache: StaticCache
     marks: list[Tensor]  # of each forward: NaN if a logit is NaN or infinite
 
 
@@ -166,25 +168,25 @@ def first_half(net: model.Transformer) -> model.Transformer:
 
 def make_steps(
     net: nn.Module,
-    text: _generate.Text,
+    text: _prompts.Text,
     args: argparse.Namespace,
     device: torch.device,
 ) -> Steps:
     """Allocate a cache for one prompt, and return the forwards of a model with it."""
-    cache = _generate.StaticCache(
+    cache = StaticCache(
         net.config,
         batch=1,
         length=text.length,
-        dtype=_generate.DTYPES[args.dtype],
+        dtype=DTYPES[args.dtype],
         device=device,
     )
-    prefill, decode = _generate.steps_of(net, cache)
+    prefill, decode = steps_of(net, cache)
 
     def verify(ids: Tensor, positions: Tensor) -> Tensor:
         return net(ids, positions=positions, cache=cache)
 
     if args.compile:
-        decode, verify = _generate.compiled(net, cache, decode, verify)
+        decode, verify = compiled(net, cache, decode, verify)
     marks = []
     steps = []
     for step in (prefill, decode, verify):
@@ -200,7 +202,7 @@ def load(
     flag: str = "--model",
 ) -> model.Transformer:
     """Return a model with the weights of the folder `name`, or with random ones."""
-    dtype = _generate.DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     net = weights.build(name, config, seed=args.seed, device="meta").to(dtype)
     return weights.materialize(net, name, seed=args.seed, device=device, flag=flag)
 
@@ -212,7 +214,7 @@ def run(
     name: str,
     target: Steps,
     draft: Steps | None,
-    text: _generate.Text,
+    text: _prompts.Text,
     args: argparse.Namespace,
     device: torch.device,
 ) -> dict:
@@ -222,12 +224,12 @@ def run(
     for prompt in text.prompts:
         generator = torch.Generator(device).manual_seed(args.seed)
         if draft is None:
-            result = _generate.generate(
+            result = generate(
                 target.prefill,
                 target.decode,
                 [prompt],
                 max_new_tokens=args.max_new_tokens,
-                choose=partial(_generate.sample, args=args, generator=generator),
+                choose=partial(sample, args=args, generator=generator),
                 device=device,
                 stop=text.stop,
                 model=f"--model {args.model}",
@@ -242,7 +244,7 @@ def run(
                 draft_tokens=args.draft_tokens,
                 max_new_tokens=args.max_new_tokens,
                 probabilities=partial(
-                    _generate.probabilities,
+                    probabilities,
                     temperature=args.temperature,
                     top_k=args.top_k,
                     top_p=args.top_p,
@@ -260,12 +262,12 @@ def run(
 def main() -> int:
     args = helper.parse_flags(__doc__)
     config = shapes.read_config(args.model)
-    text = _generate.Text(args, config, ahead=args.draft_tokens)
+    text = _prompts.Text(args, config, ahead=args.draft_tokens)
     if args.draft:
         draft_config = shapes.read_config(args.draft, "--draft")
         helper.check_draft(args, config, draft_config, text)
     device = lesson.start(args.device, args.seed)
-    args.dtype = _generate.choose_dtype(args, config, device)
+    args.dtype = _prompts.choose_dtype(args, config, device)
 
     net = load(args.model, config, args, device)
     if args.draft:
@@ -291,7 +293,7 @@ def main() -> int:
     verify_ratio = helper.time_of_verify(target, text.prompts[0], args.draft_tokens, device)
 
     token_ids = rows[1]["token_ids"]
-    _generate.say_if_random(args.model)
+    _prompts.say_if_random(args.model)
     for prompt, ids in zip(text.texts, token_ids, strict=True):
         print(f"{prompt!r} goes on: {text.decode(ids)!r}")
     lesson.end(

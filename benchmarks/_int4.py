@@ -15,7 +15,7 @@ from _measure import REPO, verdict
 from torch import Tensor, nn
 
 from common import exits, hardware, measure, report
-from lm import shapes
+from lm import matvec, shapes
 
 sys.path.insert(0, str(REPO / "09_inference"))
 import quantized
@@ -34,7 +34,7 @@ LAUNCHES_OF_SEVERAL_ROWS = [(8, 4, 1), (4, 4, 1)]
 
 def compare(model: str, device: torch.device, rounds: int) -> tuple[list[dict], list[str]]:
     """Return a row for each matrix and version, and what was checked. Print rows as they come."""
-    if device.type != "cuda" or quantized.tl is None:
+    if device.type != "cuda" or matvec.tl is None:
         raise exits.UserError("--case int4 needs a GPU and Triton")
     deadline = time.monotonic() + SECONDS
     rows = [read_rate(device, rounds)]
@@ -124,7 +124,7 @@ def steps_of_versions(
     triton_layers = []
     for one_copy in zip(*parts, strict=True):
         torch_layers.append(kind(*one_copy, torch.bfloat16))
-        triton_layers.append(kind.for_triton(*one_copy))
+        triton_layers.append(matvec.triton_layer(*one_copy))
     expected = F.linear(x.float(), kind.dequantize(*(part[0] for part in parts)))
 
     versions = {"torch": (multiply_by_layer, torch_layers)}
@@ -173,7 +173,7 @@ def multiply_int8(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 def multiply_int8_compiled(x: Tensor, layer: nn.Module) -> Tensor:
     """Multiply as Int8Linear in a compiled decode step, which converts the codes as it reads them.
 
-    The options are those of `compiled` in 09_inference/_generate.py.
+    The options are those of `compiled` in lm/generate.py.
     """
     options = {"coordinate_descent_tuning": True}
     multiply = torch.compile(multiply_int8, dynamic=False, options=options)
@@ -184,13 +184,13 @@ def multiply_by_matvec(launch: tuple[int, int, int]) -> Callable[[Tensor, nn.Mod
     """Return a function that multiplies with these rows, warps and stages."""
 
     def multiply(x: Tensor, layer: nn.Module) -> Tensor:
-        return quantized.matvec(x, layer.words, layer.scales, layer.bits, *launch)
+        return matvec.matvec(x, layer.words, layer.scales, layer.bits, *launch)
 
     return multiply
 
 
 def multiply_by_dequantized(x: Tensor, layer: nn.Module) -> Tensor:
-    return F.linear(x, quantized.dequantize_words(layer.words, layer.scales, layer.bits))
+    return F.linear(x, matvec.dequantize_words(layer.words, layer.scales, layer.bits))
 
 
 def captured(multiply: Callable, x: Tensor, layers: list[nn.Module]) -> Callable[[], None]:

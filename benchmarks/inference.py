@@ -25,7 +25,7 @@ from _measure import Comparison, Side, parser, run_comparison, start_comparison
 
 from common import cli, exits
 
-GENERATE = "benchmarks/_generate.py"
+GENERATE = "benchmarks/peer_generate.py"
 OURS = "09_inference/infer_70b.py"
 QUANTIZED = "09_inference/quantized.py"
 SIDES = {  # each is compared with its own kind: never compiled with eager

@@ -36,7 +36,7 @@ PLAIN = "04_amp/train.py"
 DDP = "05_ddp/train.py"
 FSDP = "06_fsdp_zero/train_fsdp.py"
 ZERO = "06_fsdp_zero/train_zero.py"
-TRAINER = "benchmarks/_trainer.py"
+TRAINER = "benchmarks/peer_trainer.py"
 ALL = -1  # ranks: as many as --ranks
 # side, script, flags of its own, ranks (0: without torchrun), the side that it is compared with
 CASES = {

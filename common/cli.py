@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 from common.exits import UserError
 
@@ -52,14 +53,14 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the flags)")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            choices = [str(choice) for choice in action.choices]
+            choices = [str(choice) for choice in action.choices or ()]
             error.message += did_you_mean(str(value), choices)
             raise
 
@@ -120,6 +121,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 # --- types for add_argument(type=...)
 
+Number = TypeVar("Number", int, float)
+
 # The largest whole number of a flag. torch takes seeds up to 2**64, and the training scripts add
 # steps times ranks to theirs.
 MOST = 10**15
@@ -156,14 +159,14 @@ def not_negative(text: str) -> float:
     return _number(text, float, 0, sys.float_info.max, "a number of at least 0")
 
 
-def _number(text: str, kind: type, least: float, most: float, description: str) -> int | float:
+def _number(text: str, kind: type[Number], least: float, most: float, description: str) -> Number:
     """Convert `text` to int or float, or raise argparse's error, which names what is allowed."""
     try:
         value = kind(text)
     except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        if kind is int and value > most:
+        value = None
+    if value is None or not least <= value <= most:
+        if kind is int and value is not None and value > most:
             description += f" and at most {most:,}"
         raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
     return value

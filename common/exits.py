@@ -161,8 +161,9 @@ def user_message(error: BaseException) -> str | None:
             "out of memory: see 07_memory_tricks/memory_profile.py and 07_memory_tricks/estimate.py"
         )
     message = disk_message(error)
-    if message is not None and getattr(error, "filename", None):
-        message += f" ({free_space(Path(os.fsdecode(error.filename)))})"
+    filename = getattr(error, "filename", None)
+    if message is not None and filename:
+        message += f" ({free_space(Path(os.fsdecode(filename)))})"
     return message
 
 

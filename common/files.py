@@ -12,6 +12,7 @@ that is on its way out is TARGET-xxxxxxxx.old.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,16 @@ from common.exits import UserError
 
 MARK = ".made-by-script"
 UNFINISHED = "unfinished"
+# Parts of the messages with which the system, safetensors, torch.save and NumPy report a full disk.
+DISK_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "file write failed",
+    "requested and",  # "100 requested and 20 written"
+    "problem writing element",
+)
+LEAST_FREE = 2**14  # bytes; a disk with less is full, whatever an error says
 
 
 @contextlib.contextmanager
@@ -46,6 +57,19 @@ def complete_file(file: Path, mode: str = "w", scratch: Path | None = None) -> I
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_json(file: Path, value: object, **options) -> None:
+    """Write a value as JSON: see complete_file. `options` are those of json.dumps.
+
+    A device, such as /dev/null, is written to and not replaced.
+    """
+    text = json.dumps(value, indent=1, **options) + "\n"
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
+        return
+    with complete_file(file) as stream:
+        stream.write(text)
 
 
 def start_folder(target: Path) -> Path:
@@ -189,3 +213,40 @@ def delete_leftovers(folder: Path, name: str) -> None:
 
 def _new_name(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}{suffix}")
+
+
+# --- a full disk
+
+
+@contextlib.contextmanager
+def room_for(needed_bytes: int, folder: Path) -> Iterator[None]:
+    """Raise UserError if `folder` has less room than the `with` block needs there.
+
+    That is asked before the block starts. A disk can also become full while the block writes, or
+    have a quota.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    message = (
+        f"temporary files in {folder} need at least {needed_bytes:,} bytes, and {free_bytes:,} are "
+        "free there: delete something, or name a folder on a larger disk, TMPDIR=FOLDER"
+    )
+    if free_bytes < needed_bytes:
+        raise UserError(message)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_disk_full(error, folder):
+            raise
+        raise UserError(f"{message} ({error})") from None
+
+
+def is_disk_full(error: BaseException, folder: Path) -> bool:
+    """Return whether an exception, or one that led to it, tells that the disk is full."""
+    if shutil.disk_usage(folder).free < LEAST_FREE:
+        return True
+    causes = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    messages = " ".join(str(cause) for cause in causes)
+    return any(words in messages for words in DISK_FULL)

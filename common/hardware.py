@@ -81,6 +81,16 @@ def multiplies_bf16(device) -> bool:
     return not CPU_BF16.isdisjoint(words)
 
 
+def free_bytes(device) -> int:
+    """Return the bytes of memory that are free on a GPU, or on this machine for a CPU."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
 def memory_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> int | None:
     """Return the memory that the processes of this machine or container can take; None: not known.
 

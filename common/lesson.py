@@ -1,10 +1,16 @@
 """The frame of a lesson: its flags, its start, and its end with a table and what was checked."""
 
 import argparse
+import os
 import re
+import shlex
+import sys
 import time
 
+import torch
+
 from common import cli, hardware, report, runtime
+from common.exits import UserError
 
 UNIT = re.compile(r"[^\d.]*$")  # of a figure: " ms" of 1.5 ms
 _start = time.perf_counter()
@@ -60,6 +66,44 @@ def start(name: str, seed: int = 0):
     """Seed all generators and return the device of a lesson that runs in one process."""
     runtime.seed_all(seed)
     return runtime.single_device(name)
+
+
+def relaunch(device: str, on_cpu: int = 2) -> None:
+    """Restart this script under torchrun, so that plain `python script.py` has several ranks.
+
+    There is one rank per GPU, or `on_cpu` ranks on the CPU. Call it before init_process_group.
+    Under torchrun it returns at once. Otherwise it does not return: torchrun replaces this process.
+    Raise UserError for `--device cuda` with fewer than two GPUs.
+    """
+    if "RANK" in os.environ:
+        return
+    runtime.refuse_tasks_without_rank()
+    runtime.timeout()  # raises here, once, if its environment variable is wrong
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and gpus < 2:
+        raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
+    processes = world_size_after_relaunch(device, on_cpu)
+    device_flag = ["--device", "cuda" if gpus > 1 else "cpu"]
+    # device_flag comes last: argparse takes the last --device of a command line
+    arguments = [f"--nproc_per_node={processes}", "--standalone", *sys.argv, *device_flag]
+    command_line = shlex.join(["torchrun", *arguments])
+    print(f"This script needs several ranks; restarting as\n  {command_line}", flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, but with a warning
+    # --local-addr of torchrun, which would ask for the address of this machine's name: it may have
+    # none, and is not needed here
+    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+
+
+def world_size_after_relaunch(device: str, on_cpu: int = 2) -> int:
+    """Return how many ranks this job has, or will have when `relaunch` has started them.
+
+    A script calls this before `relaunch`, to find out early that its flags do not fit the ranks.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return runtime.ranks().world_size
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    return gpus if gpus > 1 else on_cpu
 
 
 def end(
@@ -118,8 +162,8 @@ def _cell(row: dict, key: str) -> str:
         return text
     low = report.for_people(key, row[f"min_{key}"])
     high = report.for_people(key, row[f"max_{key}"])
-    unit = UNIT.search(text)[0]
-    if UNIT.search(low)[0] == unit == UNIT.search(high)[0]:
+    unit = UNIT.findall(text)[0]
+    if UNIT.findall(low)[0] == unit == UNIT.findall(high)[0]:
         low = low.removesuffix(unit)
         high = high.removesuffix(unit)
     return f"{text} ({low} to {high})"

@@ -299,7 +299,7 @@ def _all_to_all_parts(args: tuple, inputs: list[int], n: int) -> list[int]:
     parts = []
     for arg in args:  # the split sizes of the output come first, then those of the input
         if isinstance(arg, list | tuple) and arg and isinstance(arg[0], int):
-            parts = arg
+            parts = list(arg)
     if parts:
         return parts
     if len(inputs) > 1:  # one tensor per rank

@@ -43,8 +43,8 @@ def use_utf8() -> None:
         return
     if sys.stdout is not None:
         os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
-    arguments = [os.fsencode(argument) for argument in sys.orig_argv[1:]]
-    os.execv(sys.executable, [sys.executable, "-X", "utf8", *arguments])
+    arguments = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+    os.execv(sys.executable, [os.fsencode(argument) for argument in arguments])
 
 
 def protect() -> None:
@@ -61,7 +61,7 @@ def protect() -> None:
     sys.stderr = _protected("stderr", 2, sys.stderr)
 
 
-def _protected(name: str, descriptor: int, stream: io.TextIOWrapper | None) -> io.TextIOWrapper:
+def _protected(name: str, descriptor: int, stream) -> io.TextIOWrapper:
     if stream is None:  # it was closed when Python started
         return open(os.devnull, "w", encoding="utf-8")
     stream.flush()

@@ -1,22 +1,16 @@
 """Show how far long work is, on a terminal: tqdm, on rank 0 only.
 
 Scripts call `report.progress_bar`. This is a module of its own because common/runtime.py prints
-lines above the bar, and common/report.py imports common/runtime.py. It does not import torch.
+lines above the bar, and common/report.py imports common/runtime.py. It does not import torch, and
+tqdm only for a bar or a line: 07_memory_tricks/estimate.py needs no package.
 """
 
+import functools
 import os
 import stat
 import sys
 import threading
 from collections.abc import Iterable
-
-from tqdm import tqdm
-
-# tqdm would start a thread that redraws bars without updates. Data loading workers are forked, and
-# the fork of a process with threads can hang.
-tqdm.monitor_interval = 0
-# tqdm's own lock includes one of multiprocessing, which forked workers would share.
-tqdm.set_lock(threading.RLock())
 
 
 def progress_bar(
@@ -27,7 +21,7 @@ def progress_bar(
     initial: int = 0,
     unit: str = "it",
     delay: float = 0.0,
-) -> tqdm:
+):
     """Return an iterable that shows on the terminal how far the loop over it is.
 
         for step in progress_bar(range(start_step + 1, steps + 1), "training", initial=start_step):
@@ -48,13 +42,13 @@ def progress_bar(
         delay: the bar appears only if the loop takes longer than so many seconds
     """
     if not _terminal_has_bars():
-        return tqdm(iterable, disable=True)
+        return _tqdm()(iterable, disable=True)
     if total is None and hasattr(iterable, "__len__"):
         total = initial + len(iterable)
     size = {"dynamic_ncols": True}  # people resize terminals
     if 0 in os.get_terminal_size(sys.stderr.fileno()):  # not known, as in some containers
         size = {"ncols": 80, "nrows": 24}
-    return tqdm(
+    return _tqdm()(
         iterable,
         description,
         total=total,
@@ -71,7 +65,7 @@ def progress_bar(
 
 def print_line(text: str) -> None:
     """Print a line to stdout at once. If there is a progress bar, the line appears above it."""
-    with tqdm.external_write_mode(file=sys.stdout):
+    with _tqdm().external_write_mode(file=sys.stdout):
         print(text, flush=True)
 
 
@@ -85,3 +79,16 @@ def _terminal_has_bars() -> bool:
         return False
     stdout = os.fstat(sys.__stdout__.fileno())
     return not stat.S_ISFIFO(stdout.st_mode)
+
+
+@functools.cache
+def _tqdm() -> type:
+    """Return the class of the bars, tqdm's, with two settings."""
+    from tqdm import tqdm
+
+    # tqdm would start a thread that redraws bars without updates. Data loading workers are forked,
+    # and the fork of a process with threads can hang.
+    tqdm.monitor_interval = 0
+    # tqdm's own lock includes one of multiprocessing, which forked workers would share.
+    tqdm.set_lock(threading.RLock())
+    return tqdm

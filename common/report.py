@@ -3,14 +3,13 @@
 This module does not import torch: 07_memory_tricks/estimate.py runs without it.
 """
 
-import json
 import re
 import resource
 import sys
 import textwrap
 from pathlib import Path
 
-from common import exits
+from common import exits, files
 from common.progress import progress_bar as progress_bar  # part of this module for its callers
 
 # The keys that every --json has, null where a script does not know the value.
@@ -145,7 +144,7 @@ def peak_memory_bytes(device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Not ru_maxrss: on Linux it also counts the program that started this one.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    peak_kib = re.search(r"VmHWM:\s*(\d+)", status)[1]
+    peak_kib = status.split("VmHWM:")[1].split()[0]
     return int(peak_kib) * 1024
 
 
@@ -178,7 +177,7 @@ def write_json(summary: dict, json_path: Path | None) -> dict:
     full_summary["torch"] = getattr(torch_module, "__version__", None)
     full_summary.update(summary)
     if json_path:
-        text = json.dumps(full_summary, indent=1, allow_nan=False, default=str)
         with exits.writing("the summary", json_path):
-            json_path.write_text(text + "\n", encoding="utf-8")
+            file = json_path.resolve() if json_path.is_file() else json_path  # a link stays
+            files.write_json(file, full_summary, allow_nan=False, default=str)
     return full_summary

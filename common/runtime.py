@@ -8,13 +8,12 @@ import ctypes
 import hashlib
 import os
 import random
-import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +23,8 @@ from torch import Tensor
 from common import cli, exits, torch_versions
 from common.exits import USER_ERROR_EXIT_CODE, StopSignalError, UserError, stop_signals
 from common.progress import print_line
+
+T = TypeVar("T")
 
 # The values of --dtype.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,17 +75,6 @@ def ranks() -> Ranks:
             "LOCAL_RANK at most RANK; start with torchrun"
         )
     return Ranks(rank, world_size, local_rank)
-
-
-def world_size_after_relaunch(device: str, on_cpu: int = 2) -> int:
-    """Return how many ranks this job has, or will have when `relaunch` has started them.
-
-    A script calls this before `relaunch`, to find out early that its flags do not fit the ranks.
-    """
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return ranks().world_size
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return gpus if gpus > 1 else on_cpu
 
 
 def refuse_tasks_without_rank() -> None:
@@ -170,7 +160,7 @@ def device_type(name: str, relaunches: bool = False) -> str:
     """Return cuda, mps or cpu: what `--device name` will mean for this script.
 
     A script calls it for defaults that depend on the device, before it has one. `relaunches` is for
-    a script that calls `relaunch`: on a machine with one GPU its ranks are on the CPU.
+    a script that calls `lesson.relaunch`: on a machine with one GPU its ranks are on the CPU.
     """
     if name != "auto":
         return name
@@ -296,33 +286,6 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-def relaunch(device: str, on_cpu: int = 2) -> None:
-    """Restart this script under torchrun, so that plain `python script.py` has several ranks.
-
-    There is one rank per GPU, or `on_cpu` ranks on the CPU. Call it before init_process_group.
-    Under torchrun it returns at once. Otherwise it does not return: torchrun replaces this process.
-    Raise UserError for `--device cuda` with fewer than two GPUs.
-    """
-    if "RANK" in os.environ:
-        return
-    refuse_tasks_without_rank()
-    timeout()  # raises here, once, if its environment variable is wrong
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "cuda" and gpus < 2:
-        raise UserError(f"--device cuda: two ranks need two GPUs, {gpus} visible: use --device cpu")
-    processes = world_size_after_relaunch(device, on_cpu)
-    device_flag = ["--device", "cuda" if gpus > 1 else "cpu"]
-    # device_flag comes last: argparse takes the last --device of a command line
-    arguments = [f"--nproc_per_node={processes}", "--standalone", *sys.argv, *device_flag]
-    command_line = shlex.join(["torchrun", *arguments])
-    print(f"This script needs several ranks; restarting as\n  {command_line}", flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, but with a warning
-    # --local-addr of torchrun, which would ask for the address of this machine's name: it may have
-    # none, and is not needed here
-    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
-
-
 def join_fake_ranks(rank: int, world_size: int) -> torch.device:
     """Make this process one rank of `world_size` ranks that do not exist, and return the CPU.
 
@@ -354,6 +317,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of memory behind these tensors on this rank.
+
+    Tensors that share memory count once. Of a DTensor, the local shard counts.
+    """
+    bytes_by_storage = {}
+    for tensor in tensors:
+        storage = local_shard(tensor).untyped_storage()
+        bytes_by_storage[storage._cdata] = storage.nbytes()  # _cdata is the storage's address
+    return sum(bytes_by_storage.values())
+
+
 def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
     """Return the values of all ranks, in rank order, on every rank.
 
@@ -371,7 +351,7 @@ def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
     return values
 
 
-def together(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> list:
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `work` on every rank and return the results of all ranks, in rank order, on every rank.
 
     Every rank must call it. training/checkpoint.py writes files this way: a disk can be full on one
@@ -400,7 +380,7 @@ def together(work: Callable[[], object], group: dist.ProcessGroup | None = None)
     return [result_of_rank for result_of_rank, _ in outcomes]
 
 
-def on_rank0(work: Callable[[], object]) -> object:
+def on_rank0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and return its result on every rank.
 
     Every rank must call it, and the others wait for rank 0. Scripts use it for work that one rank
@@ -408,7 +388,7 @@ def on_rank0(work: Callable[[], object]) -> object:
     rank raises the same error, as in `together`.
     """
 
-    def work_of_rank0() -> object:
+    def work_of_rank0():
         if is_rank0():
             return work()
         return None

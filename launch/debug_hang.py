@@ -67,7 +67,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import _debug_hang_report as helper
 
-from common import cli, exits, runtime
+from common import cli, exits, lesson, runtime
 
 STEPS = 6
 PLANTED_STEP = 3
@@ -206,12 +206,12 @@ def main() -> int:
     )
     cli.add_device_and_json(parser)
     args = parser.parse_args()
-    world_size = runtime.world_size_after_relaunch(args.device, on_cpu=3)
+    world_size = lesson.world_size_after_relaunch(args.device, on_cpu=3)
     if args.rank >= world_size or world_size == 1:
         raise exits.UserError(
             f"--rank {args.rank} of {world_size} ranks: a hang needs two, and --rank is one of them"
         )
-    runtime.relaunch(args.device, on_cpu=3)
+    lesson.relaunch(args.device, on_cpu=3)
 
     device = runtime.init_process_group(args.device)
     dist.barrier()  # sets up the connections, which may take longer than any call after it

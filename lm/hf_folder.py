@@ -1,6 +1,5 @@
 """Write Hugging Face folders: weights with their config and tokenizer, and adapters for peft."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -72,8 +71,8 @@ def write_folder(
 
     def finish() -> None:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write_json(unfinished / "config.json", config)
-        _write_json(unfinished / "model.safetensors.index.json", index)
+        files.write_json(unfinished / "config.json", config)
+        files.write_json(unfinished / "model.safetensors.index.json", index)
         save_tokenizer(unfinished)
         files.finish_folder(unfinished, folder, mark)
 
@@ -110,11 +109,6 @@ def _assign_to_files(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
     for number, names in enumerate(files_of_names, 1):
         names_by_file[f"model-{number:05d}-of-{len(files_of_names):05d}.safetensors"] = names
     return names_by_file
-
-
-def _write_json(file: Path, content: dict) -> None:
-    """Write a JSON object to a file."""
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def tokenizer_files(origin: Path) -> list[Path]:
@@ -201,7 +195,7 @@ def _stored_ids(origin: str) -> dict:
     return {key: config[key] for key in SPECIAL_IDS if key in config}
 
 
-def _ids_of_tokenizer(name: str) -> dict[str, int | None]:
+def _ids_of_tokenizer(name: str) -> dict[str, int | list[int] | None]:
     """Return the ids of bos, eos and pad of a tokenizer. They are None if it cannot be loaded."""
     if name == "bytes":
         return dict(BYTE_IDS)
@@ -236,4 +230,4 @@ def write_adapter(
     with writing("the adapters", folder):
         folder.mkdir(exist_ok=True)
         save_file(peft_names, folder / "adapter_model.safetensors")
-        _write_json(folder / "adapter_config.json", config)
+        files.write_json(folder / "adapter_config.json", config)

@@ -94,7 +94,7 @@ class Config:
 
 
 # The types of the values in a config.json.
-TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
+TYPES: dict = {field.name: field.type for field in dataclasses.fields(Config)}
 for name_here_only in ("rope_scaling", "qkv_bias", "qk_norm"):
     del TYPES[name_here_only]
 TYPES["sliding_window"] = int
@@ -199,40 +199,6 @@ SIZES = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-    ),
-}
-
-# Llama 2, for computing with shapes: its matrices are not built here.
-LLAMA2 = {
-    "7B": Config(
-        vocab_size=32_000,
-        hidden_size=4096,
-        intermediate_size=11_008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=128,
-        max_position_embeddings=4096,
-    ),
-    "13B": Config(
-        vocab_size=32_000,
-        hidden_size=5120,
-        intermediate_size=13_824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        num_key_value_heads=40,
-        head_dim=128,
-        max_position_embeddings=4096,
-    ),
-    "70B": Config(
-        vocab_size=32_000,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
     ),
 }
 

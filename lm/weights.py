@@ -23,6 +23,10 @@ TRAINING_BYTES = 16
 # fingerprint reads so many samples of so many bytes from each file.
 SAMPLES = 16
 SAMPLE_BYTES = 2**16
+# Up to so many parameters the CPU draws random weights, which are then the same on every device.
+# Inference with a larger model draws them on its GPUs: a CPU would take a quarter of an hour for
+# llama-70b.
+DRAWN_ON_CPU = 2e9
 BAR_DELAY = 2.0  # seconds after which a progress bar appears
 
 

@@ -82,7 +82,7 @@ def checkpoint_parts(rank: Rank, *, experts: bool) -> Parts:
     "full" keeps only the block's input (Chen et al. 2016, arXiv:1604.06174). "selective" also keeps
     the results of attention and of the matmuls.
     """
-    parts = {"block's input": rank.shape.hidden * rank.residual_size}
+    parts: Parts = {"block's input": rank.shape.hidden * rank.residual_size}
     if rank.plan.checkpointing == "selective":
         parts["matmuls' results"] = matmul_results(rank, experts=experts) * rank.e
         parts["attention's output"] = rank.shape.value_width * rank.e

@@ -42,6 +42,7 @@ class Machine:
 
         share: what they reach of its bandwidth
         """
+        assert self.memory_bandwidth is not None
         return size / (self.memory_bandwidth * share)
 
     def gather(
@@ -86,8 +87,8 @@ def read(device: str, dtype: str = "bf16") -> Machine:
         raise ValueError(f"--device {device!r} is not in common/devices.csv, nor cpu: use {names}")
 
     memory = None
-    if sheet.get("memory"):
-        memory = sheet["memory"] / 1e9 * 2**30 * USABLE
+    if memory_of_sheet := sheet.get("memory"):
+        memory = memory_of_sheet / 1e9 * 2**30 * USABLE
     link = PCIE
     for name, speed in NVLINK.items():
         if name in device:

@@ -20,11 +20,10 @@ In a pipeline the blocks are those of the rank's stage.
 
 from dataclasses import dataclass
 
-from lm.shapes import Config
 from planner import activations
 from planner.plan import LOSSES, OPTIMIZERS, Plan, check
 from planner.rank import Rank
-from planner.shape import Shape, from_config
+from planner.shape import Shape
 
 MOMENTS = (
     "end of forward",
@@ -436,7 +435,7 @@ class Memory:
     @property
     def moment(self) -> str:
         """The moment of the peak."""
-        return max(self.moments, key=self.moments.get)
+        return max(self.moments, key=self.moments.__getitem__)
 
     @property
     def lines(self) -> dict[str, float]:
@@ -524,63 +523,3 @@ def peak(shape: Shape, plan: Plan, stages: list[int] | None = None) -> Memory:
         stages = list(range(plan.pp))
     memories = [Memory(shape, plan, stage) for stage in stages]
     return max(memories, key=Memory.allocated_bytes)
-
-
-STRATEGIES = {"single": 0, "ddp": 0, "zero-1": 1, "zero-2": 2, "zero-3": 3, "fsdp": 3}
-
-
-def peak_bytes(
-    config: Config,
-    *,
-    micro_batch_size: int,
-    seq_len: int,
-    dtype: str,
-    compile: bool,
-    checkpointing: str = "none",
-    loss: str | None = None,
-    strategy: str = "single",
-    ranks: int = 1,
-    accumulation_steps: int = 1,
-    adapters: int = 0,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    replicate: int = 1,
-) -> int:
-    """Return the peak bytes of a training step on the rank that needs most, as torch counts them.
-
-    It leaves out an evaluation, what the allocator reserves beyond the peak, and CUDA's context.
-    Memory.total_bytes has all of these.
-
-    Arguments:
-        micro_batch_size: sequences per rank and forward
-        compile: the script's --compile
-        loss: a key of planner.plan.LOSSES; None: what the script computes
-        strategy: a key of STRATEGIES; zero-1 to zero-3 are DeepSpeed's
-        ranks: GPUs of all nodes
-        accumulation_steps: micro-batches per optimizer step and rank
-
-    Raise ValueError if there is no such plan: see planner.plan.check.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
-    plan = Plan(
-        gpus=ranks,
-        zero=STRATEGIES[strategy],
-        deepspeed=strategy.startswith("zero"),
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        replicate=replicate,
-        seq_len=seq_len,
-        micro_batch_size=micro_batch_size,
-        micro_batches=accumulation_steps,
-        dtype=dtype,
-        compile=compile,
-        checkpointing=checkpointing,
-        loss=loss,
-        adapters=adapters,
-    )
-    shape = from_config("the model", config)
-    check(shape, plan)
-    return round(max(Memory(shape, plan, stage).step_bytes() for stage in range(plan.pp)))

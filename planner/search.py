@@ -28,7 +28,7 @@ def choices(shape: Shape, base: Plan, node: int, fixed: dict) -> dict[str, list]
     Tensor- and context-parallel ranks wait for each other in every layer, so they stay in a node of
     `node` GPUs. train_3d.py does not split a tied model into stages.
     """
-    values = {name: [1] for name in SEARCHED}
+    values: dict[str, list] = {name: [1] for name in SEARCHED}
     values["tp"] = [size for size in divisors(node) if shape.vocab % size == 0]
     if not shape.tied:
         values["pp"] = [size for size in divisors(base.gpus) if size <= shape.layers]

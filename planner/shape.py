@@ -171,7 +171,7 @@ class Shape:
         parameters = self.parameter_count(active=True)
         if not self.tied:
             parameters -= self.embedding
-        attention = 6 * self.layers * (self.q_width + self.value_width) * seq_len
+        attention: float = 6 * self.layers * (self.q_width + self.value_width) * seq_len
         if causal:
             attention /= 2
         return 6 * parameters + attention

@@ -38,6 +38,7 @@ def matmul_seconds(machine: Machine, rows: float, inputs: float, outputs: float)
     It is bound by its 2 x rows x inputs x outputs FLOPs, or by moving its three matrices once. They
     count two bytes a number.
     """
+    assert machine.peak_flops is not None
     flops = 2 * rows * inputs * outputs
     numbers = rows * inputs + inputs * outputs + rows * outputs
     arithmetic = flops / (machine.peak_flops * measured.MATMUL)
@@ -92,6 +93,7 @@ def attention_flops(rank: Rank) -> float:
 
 def attention_seconds(rank: Rank, machine: Machine) -> float:
     """Return the seconds of one layer's attention in forward. Backward has 2.5 times the FLOPs."""
+    assert machine.peak_flops is not None
     return attention_flops(rank) / (machine.peak_flops * measured.ATTENTION)
 
 
@@ -242,7 +244,7 @@ def expert_seconds(rank: Rank, machine: Machine) -> float:
 
 def launch_seconds(rank: Rank) -> float:
     """Return the seconds in which Python starts the kernels of one layer, forward and backward."""
-    launches = measured.LAUNCHES["compiled" if rank.plan.compile else "eager"]
+    launches: float = measured.LAUNCHES["compiled" if rank.plan.compile else "eager"]
     if rank.plan.tp > 1 and not rank.plan.compile:
         launches *= measured.TENSOR_LAUNCHES
     if rank.plan.checkpointing != "none":

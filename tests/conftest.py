@@ -30,8 +30,6 @@ import pytest
 from support import gpu_host, harness, nogpu
 from support.chapter import load
 
-nvml = load("01_devices/_machine.py")
-
 LOCK_WAIT_SECONDS = 600  # for another run to be done with its GPUs
 NOTHING_RAN = 5  # pytest's own exit status for "no tests"
 MOST_GPUS = 2  # that a test asks for
@@ -50,7 +48,7 @@ class NoGpus(Exception):
 
 def visible_gpus() -> dict[str, int]:
     """Free bytes by UUID of the GPUs that CUDA_VISIBLE_DEVICES allows. NoGpus with the reason if there are none."""
-    found, why = nvml.gpus()
+    found, why = load("01_devices/_machine.py").gpus()  # here, for it imports torch
     if not found:
         raise NoGpus(why)
     free = {}

@@ -55,9 +55,8 @@ class Fault:
     new: str
     test: str
 
-    def plant(self, folder: Path) -> None:
-        """Write the faulty lines into a copy of the repository. ValueError if the old ones are not there once."""
-        text = (folder / self.file).read_text(encoding="utf-8")
+    def faulty(self, text: str) -> str:
+        """Return the text of the file with the faulty lines. ValueError if the old ones are not there once."""
         faulty, times = re.subn(
             "^" + re.escape(self.old), lambda _: self.new, text, flags=re.MULTILINE
         )
@@ -65,7 +64,12 @@ class Fault:
             raise ValueError(f"{self.breaks}: stands {times} times in {self.file}: {self.old!r}")
         if self.file.endswith(".py"):
             ast.parse(faulty)  # a fault that does not compile proves nothing
-        (folder / self.file).write_text(faulty, encoding="utf-8")
+        return faulty
+
+    def plant(self, folder: Path) -> None:
+        """Write the faulty lines into a copy of the repository."""
+        text = (folder / self.file).read_text(encoding="utf-8")
+        (folder / self.file).write_text(self.faulty(text), encoding="utf-8")
 
 
 def all_faults() -> list[Fault]:

@@ -7,6 +7,7 @@ after the other.
 import json
 import math
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from support.harness import (
 
 from lm.weights import build, digest
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed")
 SCRIPT = "06_fsdp_zero/train_zero.py"
 DDP = "05_ddp/train.py"
 STEPS = 6

@@ -206,7 +206,7 @@ def test_what_top_k_and_top_p_leave(top_k, top_p):
     """Only top-p of the whole vocabulary sorts it, which takes longer than softmax or topk."""
     logits = 2 * torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     with torch.profiler.profile() as profile:
-        found = load("09_inference/_generate.py").probabilities(
+        found = load("lm/generate.py").probabilities(
             logits, temperature=0.8, top_k=top_k, top_p=top_p
         )
     for row, chances in zip(logits.double(), found, strict=True):
@@ -228,7 +228,7 @@ def test_what_top_k_and_top_p_leave(top_k, top_p):
 
 def test_the_share_of_the_bandwidth_counts_the_cache(monkeypatch):
     """Two prompts of 10 tokens together, then three decode steps that read 12, 14 and 16."""
-    helper = load("09_inference/_generate.py")
+    helper = load("lm/generate.py")
     monkeypatch.setattr(
         helper.measure, "seconds_in_turns", lambda *args: {"read": {"min_seconds": 2.0}}
     )

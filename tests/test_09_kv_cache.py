@@ -48,7 +48,7 @@ def test_all_rows_have_the_tokens_of_transformers(tmp_path, model):
 
 
 def test_the_cache_here_gives_the_tokens_of_infer_70b(tmp_path, model):
-    """infer_70b.py uses the cache of _generate.py, which also serves ranks and CUDA graphs."""
+    """infer_70b.py uses the cache of lm/generate.py, which also serves ranks and CUDA graphs."""
     ours = serve(tmp_path, model)
     flags = ("--model", model, "--prompts", "prompts.txt", "--max-new-tokens", 12)
     others = run("09_inference/infer_70b.py", tmp_path, *flags, "--json", "infer.json")

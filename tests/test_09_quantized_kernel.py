@@ -92,10 +92,10 @@ def test_the_machine_code_of_the_older_triton():
 WITHOUT_CHECKS = f"""
 import runpy, sys
 sys.path[:0] = [{str(ROOT / "09_inference")!r}, {str(ROOT)!r}]
-import _generate, _quantized
+import _prompts, _quantized
 _quantized.check_weights = lambda *_: None
 _quantized.check_matmul = lambda *_: (0.0, 0.0)
-_generate.Text.decode = lambda *_: ""
+_prompts.Text.decode = lambda *_: ""
 sys.argv[0] = {str(ROOT / SCRIPT)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

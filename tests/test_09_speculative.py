@@ -81,7 +81,7 @@ def test_the_model_as_its_own_draft_has_every_guess_accepted(folder):
 BUCKET = 8
 CAPTURED = f"""
 import torch
-import _generate
+from lm import generate
 def capture(step, inputs, pool):
     static_inputs = [tensor.clone() for tensor in inputs]
     logits = step(*static_inputs)
@@ -90,17 +90,17 @@ def capture(step, inputs, pool):
             logits.copy_(step(*static_inputs))
     return Graph(), static_inputs, logits
 def compiled(net, cache, *steps):
-    return [_generate.captured(step, cache) for step in steps]
-mask = _generate.StaticCache.mask
+    return [generate.captured(step, cache) for step in steps]
+mask = generate.StaticCache.mask
 captures = open("captures", "a", encoding="utf-8")
 def noting_mask(cache, positions):
     if len(cache.slots) < cache.keys["0"].shape[2]:
         print(len(cache.slots), positions.max().item(), file=captures, flush=True)
     return mask(cache, positions)
 torch.cuda.graph_pool_handle = tuple
-_generate.BUCKET = {BUCKET}
-_generate.StaticCache.mask = noting_mask
-_generate.capture, _generate.compiled = capture, compiled
+generate.BUCKET = {BUCKET}
+generate.StaticCache.mask = noting_mask
+generate.capture, generate.compiled = capture, compiled
 """
 
 

@@ -5,7 +5,7 @@ import pytest
 from support.harness import ROOT, assert_refused, run
 
 LESSONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py"))
-RANKS = ("init_process_group(", "runtime.relaunch(")
+RANKS = ("init_process_group(", "lesson.relaunch(")
 WITH_RANKS = [
     script
     for script in LESSONS

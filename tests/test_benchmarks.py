@@ -153,7 +153,7 @@ REFUSED = [
     "training.py --steps 5",
     "training.py --ranks 1 --case sharding --device cpu",
     "inference.py --sides theirs",
-    "_generate.py --max-new-tokens 3",
+    "peer_generate.py --max-new-tokens 3",
     "ab.py --case theirs",
     "ab.py --case int4 --device cpu",
     *([] if torch.cuda.is_available() else ["training.py --device cuda"]),

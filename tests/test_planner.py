@@ -17,7 +17,7 @@ from common.measure import LiveBytes
 from lm import shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from planner import machine, measured
-from planner.memory import peak, peak_bytes
+from planner.memory import peak
 from planner.plan import Plan, script_defaults
 from planner.rank import Rank
 from planner.search import MARGIN, layouts
@@ -64,19 +64,6 @@ def test_peaks_that_torchs_own_allocator_counted(case):
     seq_len = shapes.recipe(size).seq_len
     plan = Plan(seq_len=seq_len, micro_batch_size=int(batch), checkpointing=checkpointing, **own)
     assert peak(of_size(size), plan).step_bytes() == pytest.approx(COUNTED[case] * GIB, rel=0.01)
-
-
-def test_peak_bytes_is_the_peak_of_a_step():
-    sizes = {"micro_batch_size": 16, "seq_len": 1024, "dtype": "bf16", "compile": False}
-    config = shapes.SIZES["llama-124m"]
-    sharded = peak_bytes(config, **sizes, strategy="fsdp", ranks=2)
-    assert sharded == pytest.approx(15.36 * GIB, rel=0.01)
-    replicated = peak_bytes(config, **sizes, strategy="ddp", ranks=2)
-    assert replicated == pytest.approx(17.26 * GIB, rel=0.01)
-    compiled = peak_bytes(config, **sizes | {"compile": True}, accumulation_steps=3)
-    assert compiled == pytest.approx(8.90 * GIB, rel=0.01)
-    with pytest.raises(ValueError, match="strategy 'fdsp' is none of"):
-        peak_bytes(config, **sizes, strategy="fdsp")
 
 
 def test_what_a_card_must_have():

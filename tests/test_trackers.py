@@ -195,3 +195,22 @@ def test_a_wrong_mode_of_wandb_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "of-line")
     with pytest.raises(UserError, match="of-line"):
         meter_in(tmp_path, wandb=True)
+
+
+NOTES_HOW_RUNS_FINISH = """
+import wandb
+finish = wandb.Run.finish
+def noted(self, exit_code=None):
+    with open("finished", "a") as file:
+        file.write(f"{exit_code} ")
+    finish(self, exit_code)
+wandb.Run.finish = noted
+"""
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 0), (("--lr", 1e30, "--clip-norm", "inf"), 2)])
+def test_wandb_knows_whether_the_run_failed(tmp_path, flags, code):
+    script = with_prelude(DDP, tmp_path, NOTES_HOW_RUNS_FINISH)
+    train(script, tmp_path, *flags, "--wandb", code=code, WANDB_MODE="offline")
+    has_failed = code != 0
+    assert (tmp_path / "finished").read_text(encoding="utf-8") == f"{int(has_failed)} "

@@ -37,7 +37,6 @@ parts of the files that overlap with its own shard.
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
@@ -142,7 +141,7 @@ class Run:
             "flags": flags.remembered_flags(args, micro_batch_size),
         }
         try:
-            on_rank0(partial(write_json, self.folder / RUN_FILE, run))
+            on_rank0(partial(files.write_json, self.folder / RUN_FILE, run))
         except OSError as error:
             raise UserError(f"--run-dir {self.folder} cannot be used: {error}") from None
 
@@ -212,7 +211,7 @@ class Run:
             at_exit.callback(self.lock.release)
             self._check_settings(settings, args.resume)
             earlier = read_run(self.folder)["flags"]
-            write_json(self.folder / RUN_FILE, {"settings": settings, "flags": earlier})
+            files.write_json(self.folder / RUN_FILE, {"settings": settings, "flags": earlier})
         except InUseError as error:
             raise UserError(
                 f"{flag} is in use by a live run ({error}): choose another --run-dir, "
@@ -318,19 +317,19 @@ class Run:
             raise OSError(str(first_failure)) from None
 
         rank, _, _ = ranks()
-        files = list(folder.glob(f"__{rank}_*"))
+        written = list(folder.glob(f"__{rank}_*"))
         if is_rank0():
-            files.append(folder / ".metadata")
+            written.append(folder / ".metadata")
             if config is not None:
-                write_json(folder / "config.json", config)
-                files.append(folder / "config.json")
-        return {file.name: file_sha256(file) for file in files}
+                files.write_json(folder / "config.json", config)
+                written.append(folder / "config.json")
+        return {file.name: file_sha256(file) for file in written}
 
     def _publish(self, temporary: Path, final: Path, hashes: dict[str, str]) -> None:
         """Rename the folder to step-N, then delete the oldest checkpoints. Rank 0 does all this."""
         if not is_rank0():
             return
-        write_json(temporary / "hashes.json", hashes)
+        files.write_json(temporary / "hashes.json", hashes)
         files.finish_folder(temporary, final)
 
         # The new checkpoint is complete: a failure to delete old ones must not end the run.
@@ -427,12 +426,6 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     if scaler:
         scaler.load_state_dict(state["scaler"])
     return state["progress"]["step"]
-
-
-def write_json(file: Path, value: dict) -> None:
-    """Write `value` as JSON, atomically: after a failure the file is as it was before."""
-    with files.complete_file(file) as stream:
-        json.dump(value, stream, indent=1)
 
 
 def _new_folder() -> Path:

@@ -211,7 +211,7 @@ class Meter:
         if not math.isfinite(val_loss):
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
-            record = {"step": step, "val_loss": val_loss}
+            record: dict = {"step": step, "val_loss": val_loss}
             line = f"step {step:>6} | held-out loss {val_loss:.4f}"
             if sample is not None:
                 record["sample"] = sample

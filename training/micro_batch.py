@@ -92,7 +92,8 @@ def fixed(
     size = given_size(args, batches, fewest_micro_batches)
     if size is None and most is None:
         size = batches.samples_per_rank
-    if size is None:
+    elif size is None:
+        assert most is not None
         size = 1
         while 2 * size <= most and batches.samples_per_rank % (2 * size) == 0:
             size *= 2

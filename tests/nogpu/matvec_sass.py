@@ -1,4 +1,4 @@
-"""Compile quantized.py's matvec_kernel for sm_90, and print what the machine code of its loop has.
+"""Compile lm/matvec.py's kernel for sm_90, and print what the machine code of its loop has.
 
     python tests/nogpu/matvec_sass.py
 
@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "09_inference"), str(ROOT)]
-import quantized
+sys.path.insert(0, str(ROOT))
+from lm import matvec
 
 ROWS = 8
 WARPS = 4
@@ -43,7 +43,7 @@ def cubin(bits: int, tokens: int, columns: int, group: int) -> bytes:
     constants = {"M": tokens, "K": columns, "BITS": bits, "GROUP": group}
     constants |= {"ROWS": ROWS, "THREADS": 32 * WARPS, "STAGES": 1}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(quantized.matvec_kernel, signature, constexprs=constants, attrs=aligned)
+    source = ASTSource(matvec.matvec_kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", 90, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": WARPS})
     return compiled.asm["cubin"]

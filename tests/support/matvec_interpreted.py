@@ -1,4 +1,4 @@
-"""Run matvec_kernel of 09_inference/quantized.py in Triton's interpreter, and compare with fp32.
+"""Run the kernel of lm/matvec.py in Triton's interpreter, and compare with fp32.
 
 TRITON_INTERPRET=1 must be set. The interpreter computes on the CPU, program by program, so the
 matrices have few rows. Results are written in fp32, which shows the kernel's own rounding.
@@ -13,8 +13,10 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "09_inference"), str(ROOT)]
-import quantized
-from quantized import Int4Linear, Int8Linear, TritonLinear
+from quantized import Int4Linear, Int8Linear
+
+from lm import matvec
+from lm.matvec import TritonLinear, triton_layer
 
 SHAPES = [(7, 288), (12, 1792), (2, 4384)]  # rows, columns: no block and no program divides them
 GROUPS = (32, 64, 128)
@@ -38,7 +40,7 @@ def matvec_in_fp32(x: Tensor, layer: TritonLinear, group: int) -> Tensor:
     scales = layer.scales
     scales = F.pad(scales, (0,) * (2 * scales.ndim - 1) + (padded,))
     y = torch.full((tokens, len(words)), torch.nan)
-    quantized.matvec_kernel[(programs,)](
+    matvec.matvec_kernel[(programs,)](
         x, words, scales, y, len(words), tokens, columns, layer.bits, group, rows_at_once, 128, 1
     )
     return y[:, : layer.out_features]
@@ -46,7 +48,7 @@ def matvec_in_fp32(x: Tensor, layer: TritonLinear, group: int) -> Tensor:
 
 def check_matrix(parts: tuple[Tensor, ...], kind: type, columns: int, group: int) -> None:
     """Compare a quantized matrix with its dequantized form, for 1 to 3 rows of activations."""
-    layer = kind.for_triton(*parts)
+    layer = triton_layer(*parts)
     dequantized = kind.dequantize(*parts).double()  # [rows, padded columns]
     for tokens in (1, 2, 3):
         what = f"{kind.__name__}, {tuple(dequantized.shape)}, groups of {group}, {tokens} rows"
@@ -73,10 +75,10 @@ def main() -> None:
     for kind in (Int4Linear, Int8Linear):
         parts = kind.quantize(weight, 32)
         expected = F.linear(x.double(), kind.dequantize(*parts)[:, :36].double())
-        check(kind.for_triton(*parts)(x), expected, ALLOWED_BF16_ERROR, kind.__name__)
+        check(triton_layer(*parts)(x), expected, ALLOWED_BF16_ERROR, kind.__name__)
 
         # the rows of two matrices in one launch are the same bits
-        both = [kind.for_triton(*kind.quantize(each, 32)) for each in (weight, weight.flip(0))]
+        both = [triton_layer(*kind.quantize(each, 32)) for each in (weight, weight.flip(0))]
         together = TritonLinear.concatenate(both)(x)
         assert torch.equal(together, torch.cat([layer(x) for layer in both], dim=-1))
 

@@ -147,7 +147,7 @@ def become(job: dict) -> None:
 
 
 def become_torchrun(python: str, argv: list[str]) -> None:
-    """What common.runtime.relaunch means by os.execv, without importing anything again."""
+    """What common.lesson.relaunch means by os.execv, without importing anything again."""
     launcher, count, place, sys.argv = argv[1:3], argv[3], argv[4], argv[5:]
     assert (launcher, place) == (["-m", "torch.distributed.run"], "--standalone"), argv
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not survive the fork"

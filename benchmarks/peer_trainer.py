@@ -1,6 +1,6 @@
 """The other side of training.py --case trainer: transformers' Trainer, with train.py's flags.
 
-    python benchmarks/_trainer.py --steps 30
+    python benchmarks/peer_trainer.py --steps 30
 
 The Trainer has the settings that a user would give it. TF32 is off, which its torch_compile would
 switch on.

@@ -1,7 +1,7 @@
 """The other side of inference.py: transformers' `generate`, with the flags of infer_70b.py.
 
-    python benchmarks/_generate.py --model nano --dtype fp32 --max-new-tokens 64
-    python benchmarks/_generate.py --model llama-8b --dtype bf16 --device cuda --compile
+    python benchmarks/peer_generate.py --model nano --dtype fp32 --max-new-tokens 64
+    python benchmarks/peer_generate.py --model llama-8b --dtype bf16 --device cuda --compile
 
 Greedy, batch 1. The first call warms up. In the second call a streamer, which generate calls with
 each token, notes the times. --compile means a static cache, which is new in each call, and a
