@@ -145,9 +145,10 @@ def documents_of(parts: list[Part], column: str) -> Iterator[bytes]:
 
 def make_missing_parts(parts: list[Part], args, definition: str, about: dict) -> list[dict]:
     """Make the parts that do not exist yet, on --workers processes. Return what each cost."""
-    sizes = [sum(span.size for span in part) for part in parts]
+    sizes = []
     missing = []
-    for number in range(len(parts)):
+    for number, part in enumerate(parts):
+        sizes.append(sum(span.size for span in part))
         if not helper.is_finished(args.out, number, about["dtype"]):
             missing.append(number)
     bar = report.progress_bar(

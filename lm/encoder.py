@@ -3,11 +3,9 @@
 This file does not import torch: see lm/token_folder.py.
 """
 
-import bisect
 import hashlib
 import json
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -115,60 +113,49 @@ def _encode_in_pieces(tokenizer, text: str) -> list[int]:
     """
     start = 0
     stop = min(PIECE, len(text))
-    piece = _Tokens.of(tokenizer, text, start, stop)
+    tokens = _tokens_of(tokenizer, text, start, stop)
     ids = []
     joined = 0  # the tokens of `ids` are those that start before this place
     while stop < len(text):
         next_start = stop - OVERLAP
         next_stop = min(next_start + PIECE, len(text))
-        next_piece = _Tokens.of(tokenizer, text, next_start, next_stop)
-        join = _place_to_join(piece, next_piece, (next_start + stop) // 2, stop)
+        next_tokens = _tokens_of(tokenizer, text, next_start, next_stop)
+        join = _place_to_join(tokens, next_tokens, (next_start + stop) // 2, stop)
         if join is None:
             stop = min(stop + (stop - start), len(text))
-            piece = _Tokens.of(tokenizer, text, start, stop)
+            tokens = _tokens_of(tokenizer, text, start, stop)
         else:
-            ids += piece.ids[piece.first_from(joined) : piece.first_from(join)]
-            piece = next_piece
+            ids += tokens[_index(tokens, joined) : _index(tokens, join), 0].tolist()
+            tokens = next_tokens
             start = next_start
             stop = next_stop
             joined = join
-    return ids + piece.ids[piece.first_from(joined) :]
+    return ids + tokens[_index(tokens, joined) :, 0].tolist()
 
 
-class _Tokens(NamedTuple):
-    """Token ids, and the places in the text where the tokens start and end."""
-
-    ids: list[int]
-    starts: list[int]
-    ends: list[int]
-
-    @classmethod
-    def of(cls, tokenizer, text: str, start: int, stop: int) -> "_Tokens":
-        """Return the tokens of a part of a text."""
-        encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
-        starts = []
-        ends = []
-        for token_start, token_end in encoding.offsets:
-            starts.append(start + token_start)
-            ends.append(start + token_end)
-        return cls(encoding.ids, starts, ends)
-
-    def first_from(self, place: int) -> int:
-        """Return the index of the first token that starts at a place or behind it."""
-        return bisect.bisect_left(self.starts, place)
-
-    def around(self, place: int) -> list[tuple[int, int, int]]:
-        """Return the tokens around a place, each as (id, start, end)."""
-        middle = self.first_from(place)
-        part = slice(max(0, middle - AGREEING // 2), middle + AGREEING // 2)
-        return list(zip(self.ids[part], self.starts[part], self.ends[part], strict=True))
+def _tokens_of(tokenizer, text: str, start: int, stop: int) -> np.ndarray:
+    """Return the tokens of a part of a text, [tokens, 3]: id, where it starts, where it ends."""
+    encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
+    places = start + np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    return np.column_stack([np.array(encoding.ids, np.int64), places])
 
 
-def _place_to_join(piece: _Tokens, next_piece: _Tokens, first: int, stop: int) -> int | None:
+def _index(tokens: np.ndarray, place: int) -> int:
+    """Return the index of the first token that starts at a place or behind it."""
+    return int(np.searchsorted(tokens[:, 1], place))
+
+
+def _place_to_join(
+    tokens: np.ndarray, next_tokens: np.ndarray, first: int, stop: int
+) -> int | None:
     """Return a place from `first` to `stop` around which both have the same tokens, or None."""
-    for place in piece.starts[piece.first_from(first) : piece.first_from(stop)]:
-        tokens = piece.around(place)
-        if len(tokens) == AGREEING and tokens == next_piece.around(place):
+    half = AGREEING // 2
+    for place in tokens[_index(tokens, first) : _index(tokens, stop), 1].tolist():
+        around = []
+        for array in (tokens, next_tokens):
+            middle = _index(array, place)
+            around.append(array[max(0, middle - half) : middle + half])
+        if len(around[0]) == AGREEING and np.array_equal(*around):
             return place
     return None
 

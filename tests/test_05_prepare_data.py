@@ -260,7 +260,7 @@ def test_ids_with_gaps(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(
         tmp_path / "gaps"
     )
-    rows = [f"word word other{' ' * i}" for i in range(300)]  # no copies: they would be cut
+    rows = ["word word other".ljust(20 + i) for i in range(300)]  # no copies: they would be cut
     (tmp_path / "d.jsonl").write_text(jsonl(rows), encoding="utf-8")
     flags = ["--tokenizer", "gaps", "--data"]
     files, summary = prepare(tmp_path, *flags, "d.jsonl")
@@ -308,7 +308,7 @@ def test_ten_times_the_text_takes_no_more_memory(tmp_path):
     peaks = []
     for copies in (5, 50):
         # documents of a usual size: each takes about 70 bytes when the parts are joined
-        rows = [f"{i} {copy}" + ROWS[i % 400] * 20 for copy in range(copies) for i in range(500)]
+        rows = [f"{i} " + ROWS[i % 400] * 20 for i in range(500 * copies)]
         (tmp_path / "d.jsonl").write_text(jsonl(rows), encoding="utf-8")
         _, summary = prepare(tmp_path / str(copies), "--data", tmp_path / "d.jsonl", "--workers", 2)
         peaks.append(summary["peak_memory_bytes"] + summary["worker_peak_memory_bytes"])

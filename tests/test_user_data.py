@@ -478,7 +478,7 @@ def test_prepare_data_leaves_out_runs_and_its_own_output(project):
         assert result.code == 0, result
         assert "left out" in result.out
     summary = json.loads((project.parent / "summary.json").read_text(encoding="utf-8"))
-    assert summary["documents"] == 3
+    assert summary["text_bytes"] == 3 * 3200
 
 
 # --- locks
