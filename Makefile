@@ -2,7 +2,7 @@
 # make train   install torch into .venv, then train on all GPUs (2 processes on a CPU)
 # make venv    install what the tests need as well, with the exact versions of requirements-dev.txt
 # make check   lint, and a few of the tests: golden numbers, two processes equal one, layout, pages,
-#              style. A minute
+#              style
 # make test    what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, then launch files for real (root), all ways to shard, a real model:
 #                  twenty minutes in all
