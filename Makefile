@@ -1,6 +1,8 @@
 # make help    this list
 # make train   install torch into .venv, then train on all GPUs (2 processes on a CPU)
 # make venv    install what the tests need as well, with the exact versions of requirements-dev.txt
+# make check   lint, and a few of the tests: golden numbers, two processes equal one, layout, pages,
+#              style
 # make test    what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, then launch files for real (root), all ways to shard, a real model:
 #                  twenty minutes in all
@@ -38,6 +40,14 @@ train: $(VENV)/train
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal \
 		-m "not gpu and not launch and not full and not long and not real_model and not nogpu"
+
+# the tests of files, and of each kind of equality the quickest
+CHECKED := tests/test_layout.py tests/test_style.py tests/test_docs.py tests/test_mutations.py \
+	"tests/test_golden.py::test_the_numbers_do_not_move[one device]" \
+	"tests/test_equivalence.py::test_every_script_on_any_number_of_processes_gives_the_same_losses_and_gradients[05_ddp/train.py-2]"
+
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "not taken" $(CHECKED)
 
 # the launch files start real clusters, and wait more than they compute: one file's tests after another
 test-all: test
@@ -111,4 +121,4 @@ $(VENV)/docs: requirements-docs.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	touch $@
 
-.PHONY: help venv train test test-all test-long test-nogpu model gpu figures site lint readme
+.PHONY: help venv train check test test-all test-long test-nogpu model gpu figures site lint readme

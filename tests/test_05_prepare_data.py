@@ -41,8 +41,8 @@ ROWS = [f"document {i}: naïve café, 東京\n" * (1 + i % 7) for i in range(400
 
 def prepare(folder: Path, *flags, script: str | Path = SCRIPT) -> tuple[dict[str, bytes], dict]:
     """Run the script in `folder`. Return the files that it wrote to tokens/, and its summary."""
-    flags = ["--out", "tokens", "--json", "summary.json", *flags]
-    result = run(script, folder, *flags, warm=False, HF_HUB_OFFLINE="1")
+    flags = ["--out", "tokens", "--json", "summary.json", "--workers", 1, *flags]
+    result = run(script, folder, *flags, HF_HUB_OFFLINE="1")
     assert result.code == 0, result
     return content(folder / "tokens"), result.summary
 

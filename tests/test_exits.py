@@ -298,12 +298,18 @@ for script in SCRIPTS:
         WITH_COMMON.append(script)
 
 
-@pytest.mark.parametrize("script", WITH_COMMON)
-def test_without_torch_one_line_says_what_to_do(tmp_path, script):
+def test_without_torch_one_line_says_what_to_do(tmp_path):
     """Python -S finds no installed package, as the system's Python."""
-    argv = [sys.executable, "-S", str(ROOT / script), "--help"]
-    result = finish(start(argv, tmp_path), tmp_path)
-    assert_refused(result, "make venv", ".venv/bin/activate")
+    assert WITH_COMMON
+    wrong = []
+    for script in WITH_COMMON:
+        argv = [sys.executable, "-S", str(ROOT / script), "--help"]
+        result = finish(start(argv, tmp_path), tmp_path)
+        try:
+            assert_refused(result, "make venv", ".venv/bin/activate")
+        except AssertionError as error:
+            wrong.append(f"{script}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_what_needs_no_torch_runs_without(tmp_path):

@@ -11,7 +11,7 @@ from support.harness import ROOT, content, run
 import gym
 
 BUGS = gym.bugs()
-QUICK = (11, 17)  # were once mended in an untouched copy
+QUICK = (11,)  # was once mended in an untouched copy
 
 
 def in_time(number: int):

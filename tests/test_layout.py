@@ -194,12 +194,14 @@ def test_every_lesson_can_be_taken(tmp_path):
 ESTIMATE = "07_memory_tricks/estimate.py"  # which reads a file of data
 CHECKPOINTING = "07_memory_tricks/gradient_checkpointing.py"
 SMALL_CHECKPOINTING = f"{CHECKPOINTING} --seq-len 32 --batch-size 1 --rounds 1"
-
-
 FINETUNE = "06_fsdp_zero/finetune.py"  # whose data is in another lesson's folder
+SHORT_FINETUNE = f"{FINETUNE} --steps 1 --seq-len 128 --global-batch-size 2"
 
 
-@pytest.mark.parametrize("command", [ESTIMATE, SMALL_CHECKPOINTING, FINETUNE])
+@pytest.mark.parametrize(
+    "command",
+    [ESTIMATE, SHORT_FINETUNE, pytest.param(SMALL_CHECKPOINTING, marks=pytest.mark.full)],
+)
 def test_what_was_taken_runs(tmp_path, command):
     script, *flags = command.split()
     assert python(ROOT, "take.py", script, tmp_path / "mine").returncode == 0

@@ -13,6 +13,7 @@ from support.harness import (
     assert_refused,
     each_script,
     finish,
+    in_full,
     needs_compiler,
     run,
     start,
@@ -168,8 +169,8 @@ def run_as_on_a_gpu(script, folder, *flags):
     [
         ("04_amp/train.py", ""),
         ("05_ddp/train.py", ""),
-        ("06_fsdp_zero/train_fsdp.py", "--replicate 2"),
-        ("08_model_parallel/train_3d.py", "--tp 2"),
+        in_full("06_fsdp_zero/train_fsdp.py", "--replicate 2"),
+        pytest.param("08_model_parallel/train_3d.py", "--tp 2", marks=pytest.mark.full),
     ],
 )
 def test_a_measurement_leaves_no_trace(tmp_path, script, flags):

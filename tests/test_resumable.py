@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import ROOT, Result, command, finish, holds, run, start
+from support.harness import ROOT, Result, command, finish, holds, in_full, run, start
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -24,7 +24,11 @@ FSDP = "06_fsdp_zero/resumable.py"
 RESTART = 75
 STEPS = ("--steps", 12, "--save-every", 4, "--evaluate-every", 6)
 FLAGS = ("--dtype", "fp32", "--global-batch", 6, "--micro-batch", 1, "--log-every", 1, *STEPS)
-LAYOUTS = [(DDP, None), (DDP, 2), (DDP, 3), (FSDP, None), (FSDP, 2), (FSDP, 3)]
+LAYOUTS = [
+    (DDP, 2),
+    (FSDP, 2),
+    *(in_full(script, nproc) for script in (DDP, FSDP) for nproc in (None, 3)),
+]
 
 
 def resumable(
@@ -95,7 +99,7 @@ def finished(never_stopped, tmp_path) -> Result:
     return result
 
 
-@pytest.mark.parametrize(("script", "nproc"), LAYOUTS[1:])
+@pytest.mark.parametrize(("script", "nproc"), LAYOUTS)
 def test_all_have_one_loss(script, nproc, never_stopped):
     folder = never_stopped(script, nproc).folder
     assert_equal_up_to_rounding(folder, never_stopped(DDP, None).folder)
@@ -122,7 +126,8 @@ def test_a_killed_run_resumes_bit_for_bit(script, nproc, never_stopped, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((DDP, 2), (DDP, 3)), ((DDP, 2), (FSDP, 3)), ((FSDP, 3), (DDP, None))]
+    ("before", "after"),
+    [((DDP, 2), (FSDP, 3)), in_full((DDP, 2), (DDP, 3)), in_full((FSDP, 3), (DDP, None))],
 )
 def test_a_run_resumes_on_other_ranks_and_with_the_other_script(
     before, after, never_stopped, tmp_path
@@ -132,8 +137,15 @@ def test_a_run_resumes_on_other_ranks_and_with_the_other_script(
     assert_equal_up_to_rounding(tmp_path, never_stopped(*before).folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize(("script", "nproc"), [(DDP, 2), (FSDP, None)])
+@pytest.mark.parametrize(
+    ("script", "nproc", "number"),
+    [
+        (DDP, 2, signal.SIGTERM),
+        (FSDP, None, signal.SIGUSR1),
+        in_full(DDP, 2, signal.SIGUSR1),
+        in_full(FSDP, None, signal.SIGTERM),
+    ],
+)
 def test_a_signal_to_one_rank_saves_and_stops_all(script, nproc, number, never_stopped, tmp_path):
     last = (nproc or 1) - 1
     sending = f"(step, rank) == (6, {last}) and os.kill(os.getpid(), {int(number)})"
@@ -163,7 +175,7 @@ def test_torchrun_passes_sigterm_on(tmp_path):
     assert (tmp_path / f"run/step-{last:08d}/sizes.json").exists()
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "sizes.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", in_full(".metadata"), in_full("sizes.json")])
 def test_a_truncated_checkpoint_is_set_aside(name, finished, tmp_path):
     file = tmp_path / "run/step-00000012" / name
     os.truncate(file, file.stat().st_size - 1)
@@ -197,7 +209,7 @@ def write_tokens(folder: Path, text: bytes, size: int) -> None:
         (folder / name).write_bytes(ids)
 
 
-@pytest.mark.parametrize(("vocabulary", "size"), [(300, 2), (70_000, 4)])
+@pytest.mark.parametrize(("vocabulary", "size"), [(300, 2), in_full(70_000, 4)])
 def test_token_files_train_as_the_text_does(vocabulary, size, tmp_path):
     text = (ROOT / "tests/data/text.txt").read_bytes()
     (tmp_path / "text.txt").write_bytes(text)
@@ -268,12 +280,12 @@ def test_buffers_are_those_of_rank_0(tmp_path):
     copy = tmp_path / "buffer.py"
     source = source.replace(head, head + buffer).replace(forward, noted + forward)
     copy.write_text(source, encoding="utf-8")
-    resumable(copy, tmp_path / "three", nproc=3)
+    resumable(copy, tmp_path / "whole", nproc=2)
     killed_copy = with_line(copy, tmp_path / "killed", "step == 7 and os.kill(os.getpid(), 9)")
     run_dir = tmp_path / "killed/run"
-    run(str(killed_copy), tmp_path / "killed", "--run-dir", run_dir, *FLAGS, nproc=3)
-    resumable(copy, tmp_path / "killed", nproc=3)
-    assert values(tmp_path / "killed") == values(tmp_path / "three")
+    run(str(killed_copy), tmp_path / "killed", "--run-dir", run_dir, *FLAGS, nproc=2)
+    resumable(copy, tmp_path / "killed", nproc=2)
+    assert values(tmp_path / "killed") == values(tmp_path / "whole")
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):

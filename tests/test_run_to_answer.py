@@ -260,17 +260,8 @@ def test_a_run_without_a_checkpoint_is_told(tmp_path):
     assert_refused(ask(tmp_path, "run"), "--model run", "no checkpoint", "--keep")
 
 
-# every other script that loads a model, with flags that keep it fast
-OTHERS = {
-    "09_inference/kv_cache.py": [],
-    "09_inference/parity.py": [],
-    "09_inference/speculative.py": [],
-    "09_inference/quantized.py": ["--weights", "fp32"],
-    "09_inference/offloaded.py": [],
-    "09_inference/export.py": ["--forms", "onnx"],
-    "02_tensors_precision/quantize.py": [],
-    "05_ddp/train.py": [],
-}
+# scripts that answer, quantize and train
+OTHERS = ("09_inference/kv_cache.py", "02_tensors_precision/quantize.py", "05_ddp/train.py")
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +275,7 @@ def trained(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("script", OTHERS)
 @pytest.mark.parametrize("name", ["run", in_full("run/step-00000002")])
 def test_other_scripts_name_the_command_too(trained, script, name):
-    result = run(script, trained, "--model", name, *OTHERS[script])
+    result = run(script, trained, "--model", name)
     assert_refused(result, f"--model {name}", "run/step-00000002")
     assert told(result)[1] == "run/model-step-00000002"
 

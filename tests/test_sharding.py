@@ -20,19 +20,21 @@ UNEVEN = shapes.Config(
 )
 
 
+@pytest.fixture
+def nan_in_new_memory():
+    """With deterministic algorithms, torch fills memory that is not initialized with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_from_the_meta_device_has_nothing_unset(monkeypatch, tied):
+def test_a_model_from_the_meta_device_has_nothing_unset(nan_in_new_memory, tied):
     config = dataclasses.replace(UNEVEN, tie_word_embeddings=tied)
     built = weights.build("nano", config, seed=5)
     net = weights.build("nano", config, seed=5, device="meta")
     assert all(tensor.is_meta for tensor in net.state_dict().values())
 
-    empty_like = torch.empty_like
-
-    def nan_like(tensor, **options):
-        return empty_like(tensor, **options).fill_(torch.nan)
-
-    monkeypatch.setattr(torch, "empty_like", nan_like)  # to_empty calls it
     weights.materialize(net, "nano", seed=5, device="cpu")
 
     found = dict([*net.named_parameters(), *net.named_buffers()])
