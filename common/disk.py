@@ -45,9 +45,10 @@ def is_disk_full(error: BaseException, folder: Path) -> bool:
     """Return whether an exception, or one that led to it, tells that the disk is full."""
     if shutil.disk_usage(folder).free < LEAST_FREE:
         return True
-    causes = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     messages = " ".join(str(cause) for cause in causes)
     return any(words in messages for words in DISK_FULL)

@@ -146,7 +146,7 @@ def _report_error(error: BaseException) -> int:
         return FAILURE_EXIT_CODE
     if is_interrupt:
         return KEYBOARD_INTERRUPT_EXIT_CODE
-    _print_once_per_job(user_message(error))
+    _print_once_per_job(user_message(error) or str(error))
     return getattr(error, "exit_code", USER_ERROR_EXIT_CODE)
 
 

@@ -10,7 +10,8 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
+from typing import Any
 
 
 def progress_bar(
@@ -43,9 +44,9 @@ def progress_bar(
     """
     if not _terminal_has_bars():
         return _tqdm()(iterable, disable=True)
-    if total is None and hasattr(iterable, "__len__"):
+    if total is None and isinstance(iterable, Sized):
         total = initial + len(iterable)
-    size = {"dynamic_ncols": True}  # people resize terminals
+    size: dict[str, int] = {"dynamic_ncols": True}  # people resize terminals
     if 0 in os.get_terminal_size(sys.stderr.fileno()):  # not known, as in some containers
         size = {"ncols": 80, "nrows": 24}
     return _tqdm()(
@@ -77,12 +78,14 @@ def _terminal_has_bars() -> bool:
     """
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         return False
+    if sys.__stdout__ is None:
+        return False
     stdout = os.fstat(sys.__stdout__.fileno())
     return not stat.S_ISFIFO(stdout.st_mode)
 
 
 @functools.cache
-def _tqdm() -> type:
+def _tqdm() -> Any:
     """Return the class of the bars, tqdm's, with two settings."""
     from tqdm import tqdm
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common import runtime
 from common.exits import UserError
@@ -72,7 +72,7 @@ def read_records(file: str, flag: str = "--data") -> list[tuple[str, object]]:
     return records
 
 
-def parse_json(text: str, where: str) -> object:
+def parse_json(text: str, where: str) -> Any:
     """Return a JSON value. Raise UserError, which begins with `where`, if the text is not one."""
     try:
         return json.loads(text)
@@ -113,8 +113,9 @@ def read_conversation(record: object) -> Conversation:
         raise ValueError(f"unknown key {unknown[0]!r}: remove it; {FORM}")
     tools = read_tools(record.pop("tools", None))
 
-    if len(record) == 1 and next(iter(record)) in LISTS:
-        messages = read_messages(*record.values(), role="")
+    key = next(iter(record), None)
+    if len(record) == 1 and key in LISTS:
+        messages = read_messages(record[key], role="")
         return Conversation(messages, tools)
     if set(record) == {"prompt", "completion"}:
         prompt = read_messages(record["prompt"], role="user")
@@ -195,7 +196,8 @@ def read_content(content: object, where: str) -> str | None:
         for part in content:
             if isinstance(part, dict) and set(part) == {"type", "text"}:
                 texts.append(part["text"])
-    if not texts or len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+    is_text = isinstance(content, list) and len(texts) == len(content) > 0
+    if not is_text or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where}: the content is no text, but {shorten(content)}")
     return "\n".join(texts)
 
@@ -294,9 +296,9 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
     if tokenizer.eos_token is None:
         raise UserError(f"{where} needs an eos_token: it ends an answer")
 
-    render = partial(render_with_template, tokenizer, date=date)
-    template = partial(template_source, tokenizer)
-    start = ()  # the template has written bos, if the model is asked with one
+    render: Callable[..., str] = partial(render_with_template, tokenizer, date=date)
+    template: Callable[[list[dict] | None], str] = partial(template_source, tokenizer)
+    start: tuple[int, ...] = ()  # the template has written bos, if the model is asked with one
     if tokenizer.chat_template is None:
         runtime.print0(
             f"{name} has no chat template: chats become lines of"
@@ -540,6 +542,7 @@ def render_answer(
     """
     prompt = chat.render(messages[:position], tools=tools, add_generation_prompt=True)
     turn = chat.render(messages[: position + 1], tools=tools)
+    answer: str | None
     if turn.startswith(prompt):
         answer = turn[len(prompt) :]
     else:

@@ -275,15 +275,13 @@ def _cache_folder(data: str, fingerprint: list, tokenizer: str, hold_out: bool) 
     data_set = data if data.startswith("hf:") else False
     # The standard library has a split of its own.
     kind = data_set or data == "stdlib"
-    key = (CACHE_VERSION, kind, fingerprint, definition_sha256, sorted(about.items()))
+    key: tuple = (CACHE_VERSION, kind, fingerprint, definition_sha256, sorted(about.items()))
     if not hold_out:
         key = (*key, "all of it")
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
 
-    cache = os.environ.get("CORPUS_CACHE")
-    if not cache:
-        cache = Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}")
-    return Path(cache) / name
+    default = Path(tempfile.gettempdir(), f"corpus-cache-{os.getuid()}")
+    return Path(os.environ.get("CORPUS_CACHE") or default, name)
 
 
 def _is_folder_of_tokens(folder: Path) -> bool:
@@ -368,7 +366,7 @@ class Sequences(Dataset):
     the border, as in many recipes of pretraining. 07_memory_tricks/packing.py keeps them apart.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
+    def __init__(self, tokens: np.ndarray | JoinedTokens, seq_len: int) -> None:
         self.tokens = tokens
         self.seq_len = seq_len
 

@@ -178,13 +178,13 @@ def _find_files(root: Path, outputs: Sequence[Path]) -> Sources:
         folders.sort()
         entered = []
         for name in _visible(folders):
-            path = os.path.join(folder, name)
+            path = Path(folder, name)
             real_path = os.path.realpath(path)
             if real_path in walked:
                 continue
             walked.add(real_path)
             if real_path in output_folders or is_run_folder(path):
-                run_outputs.append(path)
+                run_outputs.append(str(path))
             elif not is_checkpoint(path):
                 entered.append(name)
         folders[:] = entered  # os.walk does not enter the others

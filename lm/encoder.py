@@ -155,7 +155,7 @@ def _place_to_join(
         for array in (tokens, next_tokens):
             middle = _index(array, place)
             around.append(array[max(0, middle - half) : middle + half])
-        if len(around[0]) == AGREEING and np.array_equal(*around):
+        if len(around[0]) == AGREEING and np.array_equal(around[0], around[1]):
             return place
     return None
 

@@ -262,7 +262,7 @@ def generate(
     finished = set()  # rows of answers that have ended
 
     def take(marked_tokens: list[float]) -> None:
-        tokens = [None] * len(prompts)
+        tokens: list[int | None] = [None] * len(prompts)
         for row, marked_token in enumerate(marked_tokens):
             if row in finished:
                 continue
@@ -413,6 +413,7 @@ def speed(
     if device.type == "cuda":
         # the model may leave no room for two buffers
         with contextlib.suppress(torch.OutOfMemoryError):
-            keys["copy_bytes_per_second"] = measure.copy_bytes_per_second(device)
-            keys["copy_rate_share"] = bytes_per_second / keys["copy_bytes_per_second"]
+            copied_per_second = measure.copy_bytes_per_second(device)
+            keys["copy_bytes_per_second"] = copied_per_second
+            keys["copy_rate_share"] = bytes_per_second / copied_per_second
     return keys

@@ -45,7 +45,7 @@ def refuse_run(name: str, flag: str) -> None:
     check_has_all_weights(folder, where)
 
     what = "it"
-    intact = path
+    intact: Path | None = path
     if path == folder or find_damage_unless_large(path):
         what = "the newest intact checkpoint"
         intact = newest_intact(checkpoints)

@@ -111,7 +111,7 @@ def writer(
             streams[side].write(tokens)
             counts[side] += len(tokens)
             if side == TRAIN:
-                sha256.update(tokens)
+                sha256.update(tokens.data)
 
         yield write
 
@@ -127,8 +127,8 @@ def writer(
         "train_tokens": counts[TRAIN],
         "held_out_tokens": counts[HELD],
     }
-    with files.complete_file(folder / "corpus.json", scratch=scratch) as file:
-        json.dump(content, file)
+    with files.complete_file(folder / "corpus.json", scratch=scratch) as stream:
+        json.dump(content, stream)
 
 
 def _write_header(file, dtype: np.dtype, count: int) -> None:

@@ -282,8 +282,8 @@ class Run:
             torch.cuda.set_device(device)
         final = self.folder / f"step-{step:08d}"
 
-        def start() -> Path | None:
-            return files.start_folder(final) if is_rank0() else None
+        def start() -> Path:
+            return files.start_folder(final) if is_rank0() else final
 
         try:
             temporary = together(start, self.group)[0]

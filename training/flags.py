@@ -227,7 +227,7 @@ class TrainingParser(Parser):
             inputs["--json"] = args.json  # two outputs in one file
         for name in RUN_FILES:
             check_not_input("--run-dir", args.run_dir / name, inputs, with_content=False)
-        models = {}
+        models: dict[str, Path] = {}
         for flag in ("--model", "--tokenizer"):
             if flag in inputs:
                 models[flag] = inputs[flag]
@@ -312,7 +312,8 @@ def with_hash(value: str, content: str) -> str:
 
 def same_setting(one: object, other: object) -> bool:
     """Return whether two values of a setting are equal. Of values with a hash, only that counts."""
-    hashes = [re.search(r"\(SHA-256 (\w+)\)$", str(value)) for value in (one, other)]
-    if all(hashes):
-        return hashes[0][1] == hashes[1][1]
+    hash_of_one = re.search(r"\(SHA-256 (\w+)\)$", str(one))
+    hash_of_other = re.search(r"\(SHA-256 (\w+)\)$", str(other))
+    if hash_of_one and hash_of_other:
+        return hash_of_one[1] == hash_of_other[1]
     return one == other
