@@ -150,8 +150,8 @@ def test_a_signal_to_one_rank_saves_and_stops_all(script, nproc, number, never_s
     last = (nproc or 1) - 1
     sending = f"(step, rank) == (6, {last}) and os.kill(os.getpid(), {int(number)})"
     copy = with_line(script, tmp_path, sending)
-    argv = command(copy, "--run-dir", tmp_path / "run", *FLAGS, nproc=nproc)
-    result = finish(start(argv, tmp_path), tmp_path)
+    flags = ("--run-dir", tmp_path / "run", *FLAGS)
+    result = run(str(copy), tmp_path, *flags, nproc=nproc, warm=nproc is None)
     if nproc is None:
         assert result.code == RESTART, result
     else:
@@ -310,5 +310,6 @@ def test_the_weights_load_into_the_plain_model(finished, tmp_path):
     saved = torch.load(tmp_path / "all.pt", weights_only=True)
     load = f"import sys, torch; sys.path.insert(0, {str(ROOT / '05_ddp')!r}); import resumable; "
     load += "resumable.Model().load_state_dict(torch.load('all.pt')['model'])"
-    assert finish(start([sys.executable, "-c", load], tmp_path), tmp_path).code == 0
+    (tmp_path / "load.py").write_text(load, encoding="utf-8")
+    assert run(str(tmp_path / "load.py"), tmp_path).code == 0
     assert len(saved["model"]) > 0
