@@ -120,8 +120,8 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
     """Return the rows to train on and to hold out, and the held-out conversations.
 
     With --eval-data, its chats are held out, and all chats of --data are for training.
-    Else the 5 % of the chats whose hash is lowest are held out, at least QUESTIONS of a dozen
-    chats; copies of a chat count once. Set args.seq_len to the longest row, if that is shorter.
+    Else hold out 5 % of the chats, those with the lowest hashes; copies of a chat count once. From
+    12 chats on, hold out at least QUESTIONS. Lower args.seq_len to the longest row.
     Raise UserError for a chat that cannot be used, and if there are too few.
     """
     chats = read_chats(args.data, "--data", args.seq_len, chat, chat_rows)
@@ -187,15 +187,17 @@ def hold_out_chats(args, chats: Chats) -> tuple[list[Row], list[Row], list[Conve
     held_out = sorted(rows)[:count]
     train_rows = []
     held_out_rows = []
+    held_out_keys = set(held_out)
     for key in rows:
-        if key not in held_out:
+        if key not in held_out_keys:
             train_rows.extend(rows[key])
     for key in held_out:
         held_out_rows.extend(rows[key])
-    if len(rows) == 1 and len(held_out_rows) > 1:
+    rows_of_one = len({row.tokens.tobytes() for row in held_out_rows})
+    if len(rows) == 1 and len(held_out_rows) > rows_of_one:
         # Copies of one chat, as in a trial: train on all copies but the last.
-        *train_rows, last_row = held_out_rows
-        held_out_rows = [last_row]
+        train_rows = held_out_rows[:-rows_of_one]
+        held_out_rows = held_out_rows[-rows_of_one:]
         runtime.print0(f"--data {args.data}: all chats are equal, also the one that is held out")
     return train_rows, held_out_rows, [chats.conversations[key] for key in held_out]
 
@@ -469,9 +471,11 @@ def save_tokenizer(chat: Chat, args, folder: Path) -> None:
     Programs that ask the model with another tokenizer or template would get worse answers.
     """
     name = args.tokenizer or args.model
-    if Path(name).is_dir():
+    if chat.save_tokenizer is None:
+        name = "bytes"
+    elif Path(name).is_dir():
         copy_tokenizer(Path(name), folder)
-    elif chat.save_tokenizer is not None:  # of the hub
+    else:  # of the hub
         chat.save_tokenizer(folder)
     keep_generation_config(args.model, name, folder)
 

@@ -3,12 +3,12 @@
 The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with three changes.
 
 1. The model's chat template turns a chat into tokens. Only answers of the assistant are targets.
-2. Rows then have unequal numbers of targets, so a mean over the means of the ranks would weight
-   them wrongly. The loss is the sum over a rank's targets, times world_size / T, where T is the
-   number of targets in the global batch.
+2. Rows have unequal numbers of targets. A mean of the ranks' means would weight them wrongly. Each
+   rank sums its losses and multiplies by world_size / T. T is the number of targets in the global
+   batch.
 3. With --adapters the weights are frozen in --dtype and sharded as before. A and B beside each
-   matrix are trained in fp32, in the same FSDP groups. A parameter then takes 2 bytes / N on each
-   of N ranks instead of 16 / N.
+   matrix are trained in fp32, in the same FSDP groups. In bf16 a frozen weight takes 2 / N bytes on
+   each of N ranks. A trained weight takes 16 / N.
 
     laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/finetune.py
     one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/finetune.py \
@@ -18,16 +18,16 @@ The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with 
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and may
-have "tools". 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are, and all
-of --data trains. Without flags the script takes eight steps on the pairs of
+have "tools". 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are held out,
+and all chats of --data are trained on. Without flags the script takes eight steps on the pairs of
 07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
 nano on bytes.
 
-Look for: the size of an epoch; which tokens of the first row are targets; three held-out questions,
-answered before and after. The run's folder has adapter/ for peft, model/ for programs that read
-Hugging Face folders, and checkpoints that --resume continues on any number of ranks. MFU counts the
-arithmetic of full training, of which adapters leave out a third.
-Before: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one device;
+What to look at: the size of an epoch; which tokens of the first row are targets; three held-out
+questions, answered before and after. The run's folder has adapter/ for peft, model/ for programs
+that read Hugging Face folders, and checkpoints that --resume continues on any number of ranks. MFU
+counts the arithmetic of full training, of which adapters leave out a third.
+Previous: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on one device;
 09_inference/, to serve model/.
 """
 
@@ -63,7 +63,7 @@ from training.meter import Meter
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_MODEL = ROOT / "models/smollm2-135m"  # make model
-DEFAULTS = {  # of training: eight steps on 29 pairs
+DEFAULTS = {  # eight steps on 29 pairs; 3 of the 32 are held out
     "model": str(REAL_MODEL) if REAL_MODEL.is_dir() else "nano",
     "data": str(ROOT / "07_memory_tricks/lora_instructions.jsonl"),
     "seq_len": 1024,  # at most: the longest row decides
@@ -136,7 +136,7 @@ def chat_rows(
 
 
 def continued_length(chat: chats.Chat, row: list[int], prompt: list[int]) -> int:
-    """Return how many ids of a row the next prompt begins with: all of them, or else 0.
+    """Return how many ids of the row to keep: all, all but a final eos, or 0.
 
     Phi-3's template ends the last turn with <|end|> and eos, and earlier turns with <|end|> alone.
     Then the prompt continues the row without its eos.
@@ -150,7 +150,7 @@ def continued_length(chat: chats.Chat, row: list[int], prompt: list[int]) -> int
 
 
 def shard_model(model, args, device) -> None:
-    """Shard the model as train_fsdp.py does, allocate this rank's shards and read the weights."""
+    """Shard the model, allocate the shards, read the weights and initialize the adapters."""
     options = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         # Weights are gathered in args.dtype. Gradients are averaged in fp32.
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument(
         "--adapters",
         type=cli.natural,
-        help="rank of A and B; 0: none (default: 16, or no weights, 0)",
+        help="rank of A and B; 0: no adapters (default: 16; 0 for a model without weights)",
     )
     parser.add_argument(
         "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
@@ -215,7 +215,7 @@ def main() -> int:
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
 
-    # The frozen weights are in args.dtype. Adapters are small.
+    # Memory: frozen weights in args.dtype. Adapters are small and are not counted.
     weights.check_model(
         args.model,
         "cpu" if args.cpu_offload else device,
@@ -226,18 +226,23 @@ def main() -> int:
     )
 
     # 2. Rows: chats as tokens, and which of them are targets.
-    date = checkpoint.start_date(args)  # a chat template may write it: a resume needs the same
-    mark = f"run of {date.isoformat()}"  # of the folders that this run writes, and may replace
+    # A chat template may write the date. A resumed run uses the date of its start.
+    date = checkpoint.start_date(args)
+    mark = f"run of {date.isoformat()}"  # marks the folders that this run may replace
     inputs = parser.input_paths(args)
     runtime.on_rank0(partial(_finetune.check_folders, args, inputs, mark))
     chat = chats.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
-    # Also with --compile: at the second length torch compiles a block once more, for any length.
+    # Rows have unequal lengths: with --compile, torch compiles a block twice, then for any length.
     train_rows = _finetune.Rows(corpus.train, args.seq_len)
     held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
     batches = Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
-    # padding is no token
+    # Padding does not count as tokens.
     batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())
+    estimate_flags = f"--zero 3 --adapters {args.adapters}" if args.adapters else "--zero 3"
+    batches.micro_batch_size = micro_batch.fixed(
+        args, batches, device, most=None, estimate_flags=estimate_flags
+    )
     held_out = batches.evaluation()
     runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
@@ -253,8 +258,6 @@ def main() -> int:
         lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
-    estimate_flags = f"--zero 3 --adapters {args.adapters}" if args.adapters else "--zero 3"
-    micro_batch.explain_out_of_memory(args, device, estimate_flags, batches.micro_batch_size)
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
         model,
@@ -277,7 +280,7 @@ def main() -> int:
         # other chats for evaluation may be longer, and the run has to resume with them
         settings["--seq-len"] = batches.train.longest()
     run = checkpoint.Run(args, settings=settings)
-    run.remember_flags(args, args.micro_batch_size)
+    run.remember_flags(args, batches.micro_batch_size)
     training = {"net": model, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
@@ -308,10 +311,10 @@ def main() -> int:
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
             with meter.forward():
-                # a micro-batch may have no target: its sum is 0, and its mean would be 0 / 0.
-                # times world_size, because fully_shard averages gradients over the ranks. Under
-                # HSDP or context parallelism the divisor is another number: there call
-                # set_gradient_divide_factor(1.0) on each FSDP module instead.
+                # A micro-batch may have no target. Its sum is then 0; its mean would be NaN.
+                # fully_shard averages gradients over the ranks, and world_size undoes this. Under
+                # HSDP or context parallelism, call set_gradient_divide_factor(1.0) on each FSDP
+                # module, and leave out world_size here and in the logged loss.
                 loss = model(inputs, targets, reduction="sum") * (world_size / target_count)
             loss.backward()
             step_loss += loss.detach()
@@ -326,7 +329,7 @@ def main() -> int:
         stop = runtime.stop_requested()  # the same on all ranks, so that all of them save
         save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
-            dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
+            dist.all_reduce(step_loss)  # the sum over ranks: world_size x the loss per target
             meter.log(step, step_loss / world_size, grad_norm, lr)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(model, held_out, device))
@@ -339,7 +342,7 @@ def main() -> int:
     if stop:
         meter.print_stop(stop, step, args.keep)
 
-    answers = answer(model)
+    answers = answer(model) if step == args.steps else []
 
     # 6. Check that the trained weights are fp32 and the same on all ranks.
     for module in model.modules():
@@ -391,7 +394,7 @@ def main() -> int:
 
 @torch.no_grad()
 def evaluate(model, batches, device) -> float:
-    """Return the mean loss per target over the held-out rows of all ranks."""
+    """Return the mean loss per target over at most EVAL_SEQUENCES held-out rows, of all ranks."""
     model.eval()
     loss_sum = torch.zeros((), device=device)
     target_count = torch.zeros((), device=device)

@@ -171,7 +171,10 @@ def read_message(message: object, where: str) -> dict:
     known = {}
     for key, value in message.items():
         if value is not None and value != []:  # keys that other lines of a data set have
-            known[MESSAGE_KEYS.get(key, key)] = value
+            name = MESSAGE_KEYS.get(key, key)
+            if name in known:
+                raise ValueError(f"{where} has {name!r} twice, under two names: remove one")
+            known[name] = value
 
     role = known.get("role")
     if not isinstance(role, str) or not role:

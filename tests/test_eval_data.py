@@ -294,6 +294,21 @@ def test_chats_split_by_hand_train_as_the_split_of_the_script(tmp_path, base, np
     assert found.summary["weights_sha256"] == expected.summary["weights_sha256"]
 
 
+def test_a_finetuning_run_resumes_with_its_own_flags(tmp_path, base):
+    """finetune.py has defaults of its own, which must not replace the flags of the run."""
+    flags = ["--model", base, "--data", PAIRS, "--seq-len", 128, "--global-batch-size", 4]
+    flags += ["--micro-batch-size", 2, "--adapters", 0, "--lr", 1e-3, "--save-dtype", "fp32"]
+    train(FINETUNE, tmp_path, *flags, "--steps", 2, "--warmup-steps", 1)
+    again = ("--run-dir", "run", "--resume", "--device", "cpu", "--steps", 3)
+    resumed = run(FINETUNE, tmp_path, *again)
+    assert resumed.code == 0, resumed
+    assert len(resumed.column("loss")) == 3
+    remembered = json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["flags"]
+    assert (remembered["micro_batch_size"], remembered["save_dtype"]) == (2, "fp32")
+    dtype = json.loads((tmp_path / "run/model/config.json").read_text(encoding="utf-8"))["dtype"]
+    assert dtype == "float32"
+
+
 def test_a_finetuning_run_resumes_with_longer_chats_for_evaluation(tmp_path, base):
     train_file, held_out = split_chats(tmp_path)
     longer = tmp_path / "longer.jsonl"

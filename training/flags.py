@@ -67,6 +67,8 @@ REMEMBERED_FLAGS = (
     "log_every",
     "tensorboard",
     "wandb",
+    "adapters",  # of 06_fsdp_zero/finetune.py, as the next
+    "save_dtype",
 )
 
 
@@ -239,7 +241,10 @@ class TrainingParser(Parser):
         for action in self._actions:
             defaults[action.dest] = action.default
             action.default = argparse.SUPPRESS
+        set_defaults = self._defaults  # by set_defaults, also of flags
+        self._defaults = {}
         given = vars(argparse.ArgumentParser.parse_args(self, arguments)).keys()
+        self._defaults = set_defaults
         for action in self._actions:
             action.default = defaults[action.dest]
         return set(given)
