@@ -119,7 +119,6 @@ def main() -> int:
         device,
         autocast=autocast,
     )
-    run.remember_flags(args, batches.micro_batch_size)
     held_out = batches.evaluation()
     start_step = 0
     if args.resume:
@@ -137,6 +136,7 @@ def main() -> int:
         tensorboard=args.tensorboard,
         wandb=args.wandb,
     )
+    run.remember_flags(args, batches.micro_batch_size)
 
     # 4. The training loop.
     step = start_step

@@ -81,6 +81,8 @@ def main() -> int:
 
     # 1. Join the job. torchrun has set RANK, WORLD_SIZE and LOCAL_RANK for this process.
     rank, world_size, _ = runtime.ranks()
+    if args.device == "auto" and not torch.cuda.is_available():
+        args.device = "cpu"  # not mps, which has no collectives
     device = runtime.pick_device(args.device)  # cuda:LOCAL_RANK, if there are GPUs
     runtime.end_with_torchrun()  # exit if torchrun is killed
     backend = "gloo"
@@ -141,7 +143,6 @@ def main() -> int:
         autocast=autocast,
         estimate_flags="--zero 0",
     )
-    run.remember_flags(args, batches.micro_batch_size)
     held_out = batches.evaluation()
     if args.deterministic:
         rebuild_buckets(ddp_model, held_out[0], autocast, device)
@@ -161,6 +162,7 @@ def main() -> int:
         tensorboard=args.tensorboard,
         wandb=args.wandb,
     )
+    run.remember_flags(args, batches.micro_batch_size)
 
     # 4. The training loop.
     step = start_step
@@ -173,7 +175,7 @@ def main() -> int:
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data
-            # All-reduce once per step, in the last backward. no_sync() must hold forward, too.
+            # All-reduce once per step, in the last backward. no_sync() must enclose forward, too.
             is_last_micro_step = micro_step == batches.accumulation_steps
             with nullcontext() if is_last_micro_step else ddp_model.no_sync():
                 with meter.forward(), autocast():
@@ -240,11 +242,14 @@ def rebuild_buckets(ddp_model, batch, autocast, device) -> None:
     changes the order in which gradients are summed, and so their last bits. After this function, a
     new run and a resumed run use the same buckets in every step.
     """
+    buffers = [buffer.clone() for buffer in ddp_model.buffers()]
     inputs, targets = batch
     with autocast():
         loss = ddp_model(inputs.to(device), targets.to(device))
     loss.backward()
     ddp_model.zero_grad()
+    for buffer, value in zip(ddp_model.buffers(), buffers, strict=True):
+        buffer.copy_(value)  # such as the statistics of BatchNorm
 
 
 @torch.no_grad()

@@ -280,7 +280,6 @@ def main() -> int:
         # other chats for evaluation may be longer, and the run has to resume with them
         settings["--seq-len"] = batches.train.longest()
     run = checkpoint.Run(args, settings=settings)
-    run.remember_flags(args, batches.micro_batch_size)
     training = {"net": model, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
@@ -296,6 +295,7 @@ def main() -> int:
         tensorboard=args.tensorboard,
         wandb=args.wandb,
     )
+    run.remember_flags(args, batches.micro_batch_size)
 
     # 5. The training loop.
     step = start_step

@@ -212,7 +212,6 @@ def main() -> int:
     settings = flags.settings(args, **objects.must_match)  # must not change on --resume
     settings["--stage"] = args.stage
     run = helper.Run(args, settings=settings)
-    run.remember_flags(args, batches.micro_batch_size)
     saved = run.find_intact() if args.resume else None
     # If another number of ranks has saved it, DeepSpeed loads it only in its universal form. The
     # engine has to know that when it is created.
@@ -234,6 +233,7 @@ def main() -> int:
         tensorboard=args.tensorboard,
         wandb=args.wandb,
     )
+    run.remember_flags(args, batches.micro_batch_size)
 
     # 4. The training loop.
     step = start_step

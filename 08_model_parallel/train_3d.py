@@ -611,7 +611,6 @@ def main() -> int:
             my_tokens=my_tokens,
             estimate_flags="--zero 3",
         )
-    run.remember_flags(args, batches.micro_batch_size)
     held_out = batches.evaluation()
     start_step = 0
     if args.resume:
@@ -629,6 +628,7 @@ def main() -> int:
         tensorboard=args.tensorboard,
         wandb=args.wandb,
     )
+    run.remember_flags(args, batches.micro_batch_size)
 
     # 4. The training loop.
     step = start_step

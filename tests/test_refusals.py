@@ -246,6 +246,14 @@ def test_a_resume_checks_the_dtype_that_auto_has_become(tmp_path):
 
 
 @each_of_several
+def test_a_refused_resume_leaves_the_flags_of_the_run(tmp_path, trained, script):
+    trained(script)
+    before = content(tmp_path / "run")
+    assert_refused(resume(script, tmp_path, "--steps", 1), "--steps 1", "step 2")
+    assert content(tmp_path / "run") == before
+
+
+@each_of_several
 def test_a_finished_run_resumes_to_its_summary(tmp_path, trained, script):
     whole = trained(script)
     assert resume(script, tmp_path).code == 0

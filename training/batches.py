@@ -166,11 +166,15 @@ class Batches:
             num_workers=num_workers,
             worker_init_fn=_ignore_signals,
             pin_memory=pin,
-            # DataLoader draws a seed for its workers. From the default generator it would change
-            # the random state that a resumed run restores.
-            generator=torch.Generator(),
+            # The workers of each rank draw other numbers. DataLoader draws their seed from this
+            # generator, and takes nothing from the default one.
+            generator=torch.Generator().manual_seed(self._worker_seed(start_step)),
         )
         return iter(loader)
+
+    def _worker_seed(self, start_step: int) -> int:
+        key = [self.seed, self.rank, start_step]
+        return int(np.random.default_rng(key).integers(2**63 - 1))
 
     def evaluation(self) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's share of the held-out samples, in micro-batches as in stream().
@@ -180,8 +184,7 @@ class Batches:
         less often. A rank with fewer samples gets additional rows whose targets are all PADDING.
         """
         count = min(EVAL_SEQUENCES, len(self.held_out))
-        evenly_spaced = np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64)
-        chosen = np.unique(evenly_spaced)
+        chosen = np.linspace(0, len(self.held_out) - 1, count, dtype=np.int64)  # evenly spaced
 
         most_per_rank = math.ceil(len(chosen) / self.world_size)
         micro_batches = math.ceil(most_per_rank / self.micro_batch_size)

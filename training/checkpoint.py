@@ -97,11 +97,11 @@ DATE = "date"  # the setting that start_date returns
 class Run:
     """Manage the folder of one run: lock it, save checkpoints to it, find the newest intact one.
 
-    Every method is a collective: if a rank does not call it, the others wait until the timeout.
+    Every public method is a collective: if a rank does not call it, the others wait for it.
 
     `settings` maps flags to values, such as {"--data": "stdlib (SHA-256 ...)"}; JSON must represent
-    the values exactly. The settings of a folder stay equal to those it was created with. `args`
-    needs:
+    the values exactly. Those of a resumed run must match those in the folder: see
+    training.flags.same_setting. `args` needs:
 
         run_dir     Path of the folder, or None for a new one in runs/
         resume      bool: whether the folder may hold checkpoints
@@ -132,7 +132,7 @@ class Run:
         at_exit.push(self._complete_save)
 
     def remember_flags(self, args: argparse.Namespace, micro_batch_size: int | None) -> None:
-        """Write the flags, and the size of a micro-batch, that a resumed run has if none are given.
+        """Write the flags and the size of a micro-batch, which a resumed run has as defaults.
 
         Raise UserError if the file cannot be written.
         """
@@ -237,8 +237,8 @@ class Run:
             for name in RUN_FILES:
                 if os.path.lexists(self.folder / name):
                     raise UserError(
-                        f"{flag} holds a {name} that no run has written: nothing is overwritten; "
-                        "choose another --run-dir"
+                        f"{flag} holds a {name} that is damaged, or that no run has written: "
+                        "nothing is overwritten; choose another --run-dir"
                     )
             return  # a new run
 

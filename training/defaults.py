@@ -21,8 +21,8 @@ class Defaults(NamedTuple):
 # Ends within a minute on two CPU cores. On a GPU, a step of nano only waits for kernel launches.
 ON_CPU = Defaults(model="nano", global_batch_size=24, steps=100, compile=False)
 
-# Planned to end within a minute on one H100. On an H200, start and compilation took 38 s, and a
-# step of 64 sequences took 0.12 s (benchmarks/results/nvidia-h200-2026-11-26.md).
+# Planned to end within a minute on one H100. On an H200, a step of 64 sequences took 0.132 s
+# (benchmarks/results/nvidia-h200-2026-11-26.md).
 ON_GPU = Defaults(model="llama-124m", global_batch_size=48, steps=120, compile=True)
 
 

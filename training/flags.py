@@ -67,7 +67,7 @@ REMEMBERED_FLAGS = (
     "log_every",
     "tensorboard",
     "wandb",
-    "adapters",  # of 06_fsdp_zero/finetune.py, as the next
+    "adapters",  # of 06_fsdp_zero/finetune.py, with save_dtype
     "save_dtype",
 )
 
@@ -153,7 +153,8 @@ class TrainingParser(Parser):
         )
         add(
             "--deterministic",
-            action="store_true",
+            action=argparse.BooleanOptionalAction,
+            default=False,
             help="bit-identical from run to run, slower on a GPU",
         )
 
@@ -170,7 +171,12 @@ class TrainingParser(Parser):
             help="steps between checkpoints (0: at the end only)",
         )
         add("--keep", type=natural, default=3, help="newest checkpoints to keep (0: save none)")
-        add("--async-save", action="store_true", help="write checkpoints while training goes on")
+        add(
+            "--async-save",
+            action=argparse.BooleanOptionalAction,
+            default=False,
+            help="write checkpoints while training goes on",
+        )
         add(
             "--resume",
             action="store_true",
@@ -184,8 +190,18 @@ class TrainingParser(Parser):
             help="steps between evaluations (0: at the end only)",
         )
         add("--log-every", type=positive_int, default=5, help="steps between log lines")
-        add("--tensorboard", action="store_true", help="write event files to --run-dir, too")
-        add("--wandb", action="store_true", help="log to Weights & Biases, too")
+        add(
+            "--tensorboard",
+            action=argparse.BooleanOptionalAction,
+            default=False,
+            help="write event files to --run-dir, too",
+        )
+        add(
+            "--wandb",
+            action=argparse.BooleanOptionalAction,
+            default=False,
+            help="log to Weights & Biases, too",
+        )
         add_device_and_json(self)
 
     def parse_args(self, arguments: list[str] | None = None) -> argparse.Namespace:
@@ -290,10 +306,10 @@ def lock_seconds() -> float:
 def settings(args: argparse.Namespace, **contents: str | None) -> dict:
     """Return the settings of a run that must be the same on --resume, by flag.
 
-    `contents` are texts that some flags stand for, such as data=the hash of all tokens. A file may
-    change and keep its name, or move and keep its content. So the setting of such a flag is its
-    value, for people, and a hash of the text, which same_setting compares. A name that is no flag
-    in FIXED_FLAGS is a setting of its own. A text that is None is left out.
+    `contents` maps a setting to the text behind it, such as data to the hash of all tokens: a file
+    may change and keep its name, or move and keep its content. The setting is the value of the
+    flag, for people, and a hash of the text, which same_setting compares. A name that is no flag in
+    FIXED_FLAGS is a setting of its own. A text that is None is left out.
     """
     values = {}
     for name in FIXED_FLAGS:
@@ -316,7 +332,7 @@ def with_hash(value: str, content: str) -> str:
 
 
 def same_setting(one: object, other: object) -> bool:
-    """Return whether two values of a setting are equal. Of values with a hash, only that counts."""
+    """Return whether two values of a setting are equal. If both have a hash, compare the hashes."""
     hash_of_one = re.search(r"\(SHA-256 (\w+)\)$", str(one))
     hash_of_other = re.search(r"\(SHA-256 (\w+)\)$", str(other))
     if hash_of_one and hash_of_other:

@@ -38,8 +38,8 @@ PLOT_INTERVAL = 100
 class Meter:
     """Measure the steps between two log lines, and keep the records of the whole run.
 
-    Every rank must call `log` and `finish`, because they gather values from all ranks. Rank 0
-    prints and writes.
+    Every rank must create it, and call `log` and `finish`: they are collectives. Rank 0 prints and
+    writes.
 
     Arguments:
         folder: the folder of the run, where metrics.jsonl is
@@ -206,7 +206,7 @@ class Meter:
     def log_eval(self, step: int, val_loss: float, sample: str | None = None) -> None:
         """Print and record the loss on held-out data after `step`, and a text of the model.
 
-        `sample` comes from lm.sample.sample_text. Raise UserError if the loss is not finite.
+        `sample` is what TrainingObjects.sample returns. Raise UserError if the loss is not finite.
         """
         if not math.isfinite(val_loss):
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
