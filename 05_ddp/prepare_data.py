@@ -285,7 +285,11 @@ def main() -> int:
             files.complete_file(source_file, scratch=args.out / helper.PARTS) as file,
         ):
             json.dump(source, file)
-    if source_file.read_text(encoding="utf-8", errors="replace") != json.dumps(source):
+    try:
+        found = source_file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        found = None
+    if found != json.dumps(source):
         raise exits.UserError(
             f"--out {args.out} is of other data, flags or tokenizer, or has a damaged source.json: "
             "delete it, or name another"
@@ -298,9 +302,12 @@ def main() -> int:
         costs = make_missing_parts(parts, args, definition, about)
         sides = join(args, parts, definition, about)
         if args.tokenizer != "bytes":
-            reference_tokens_per_second = helper.compare_with_transformers(
-                args.out, zip(documents_of(parts, args.column), sides, strict=True)
-            )
+            chosen = zip(documents_of(parts, args.column), sides, strict=True)
+            try:
+                reference_tokens_per_second = helper.compare_with_transformers(args.out, chosen)
+            except BaseException:
+                (args.out / "corpus.json").unlink()  # the next start joins and compares again
+                raise
     files.delete(args.out / helper.PARTS)
 
     about, _, _ = token_folder.read(args.out, f"--out {args.out}", "delete the folder")

@@ -86,9 +86,9 @@ def run(main: Callable[[], int]) -> None:
             _require_assertions()
             _main_is_running = True
             code = main()
+            at_exit.close()
         finally:
             _main_is_running = False
-        at_exit.close()
     except SystemExit:  # argparse's --help
         raise
     except BaseException as error:  # torch's CheckpointException is not a subclass of Exception

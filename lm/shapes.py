@@ -75,7 +75,11 @@ ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model, with the names of a Hugging Face config.json."""
+    """The shape of a model, with the names of a Hugging Face config.json.
+
+    Runs keep a hash of repr(config), and resume only with the same one. So a field that is added
+    must not be in repr while it has its default.
+    """
 
     vocab_size: int
     hidden_size: int

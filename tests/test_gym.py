@@ -39,7 +39,7 @@ def test_every_bug_has_a_test_a_chapter_and_another_fix():
         try:
             dataclasses.replace(fault, new=bug["also_right"]).faulty(text)
         except (ValueError, SyntaxError) as error:
-            wrong.append(f"also_right: {error}")
+            wrong.append(f"{bug['breaks']}: also_right: {error}")
         if not fault.test:
             wrong.append(f"{bug['breaks']}: no test")
         if not (ROOT / bug["chapter"]).is_file():

@@ -77,7 +77,9 @@ class Lock:
 
         It does so if this process was suspended, or the disk did not answer, for LEASE_SECONDS.
         """
-        if self.lease.compromise is not None:
+        owner = self.lease.owner  # as the file says now
+        is_other = owner is not None and owner.token != self.lease.token
+        if self.lease.compromise is not None or is_other:
             raise UserError(
                 f"{self.file}: another run has taken this lock, because this process did not "
                 f"touch it for {LEASE_SECONDS} seconds"

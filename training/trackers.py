@@ -17,7 +17,7 @@ from pathlib import Path
 from common import files
 from common.exits import UserError, at_exit
 from common.runtime import is_rank0
-from training.run_folder import read_run
+from training.run_folder import read_settings
 
 WANDB_PROJECT = "gpu-training-reference"  # unless the environment variable of this name is set
 
@@ -125,7 +125,6 @@ def _open_wandb(folder: Path) -> Callable[[dict], None]:
         run_id = secrets.token_hex(4)
         id_file.write_text(run_id + "\n", encoding="utf-8")
 
-    saved = read_run(folder)
     try:
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
@@ -133,7 +132,7 @@ def _open_wandb(folder: Path) -> Callable[[dict], None]:
             name=folder.name,
             id=run_id,
             resume="allow",
-            config=saved["flags"] | saved["settings"],
+            config=read_settings(folder),
         )
     except (wandb.errors.Error, ValueError) as error:
         raise UserError(f"--wandb: {error} Run `wandb login`, or set WANDB_MODE=offline") from None
