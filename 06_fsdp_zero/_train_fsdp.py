@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from common import exits, report, runtime
-from lm.model import Transformer
 
 
 def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
@@ -33,12 +32,12 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
     return mesh
 
 
-def compile_loss(model: Transformer) -> None:
-    """Compile the head and the loss as one function, which reads the logits less often.
+def compile_loss(model: nn.Module) -> None:
+    """Compile the head and the loss of lm.model.Transformer as one function.
 
-    The logits are the largest tensor. Hooks of fully_shard on lm_head gather its weight, and
-    torch.compile cannot trace them. So the forward of lm_head returns the loss if it gets targets,
-    and its hooks run outside of the compiled function.
+    The logits are the largest tensor, and one function reads them less often. Hooks of fully_shard
+    on lm_head gather its weight, and torch.compile cannot trace them. So the forward of lm_head
+    returns the loss if it gets targets, and its hooks run outside of the compiled function.
     """
     head = model.lm_head
     logits = head.forward
