@@ -306,7 +306,9 @@ def main() -> int:
             try:
                 reference_tokens_per_second = helper.compare_with_transformers(args.out, chosen)
             except BaseException:
-                (args.out / "corpus.json").unlink()  # the next start joins and compares again
+                # Without corpus.json, the next start joins and compares again.
+                files.delete_files(args.out / helper.PARTS, "corpus.json")
+                files.move(args.out / "corpus.json", args.out / helper.PARTS / "corpus.json")
                 raise
     files.delete(args.out / helper.PARTS)
 
