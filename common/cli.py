@@ -123,8 +123,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 Number = TypeVar("Number", int, float)
 
-# The largest whole number of a flag. torch takes seeds up to 2**64, and the training scripts add
-# steps times ranks to theirs.
+# The largest whole number of a flag.
 MOST = 10**15
 MOST_PROCESSES = 1024
 

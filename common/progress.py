@@ -1,7 +1,7 @@
 """Show how far long work is, on a terminal: tqdm, on rank 0 only.
 
 Scripts call `report.progress_bar`. This is a module of its own because common/runtime.py prints
-lines above the bar, and common/report.py imports common/runtime.py. It does not import torch, and
+lines above the bar, and common/report.py shows bars without torch. It does not import torch, and
 tqdm only for a bar or a line: 07_memory_tricks/estimate.py needs no package.
 """
 

@@ -1,7 +1,7 @@
 """Which samples each rank reads at each step.
 
-The choice depends on the seed and the step. It does not depend on the number of ranks. The samples
-are those of two torch Datasets, of any kind.
+The global batch depends on the seed and the step, and not on the number of ranks. The samples are
+those of two torch Datasets, of any kind.
 """
 
 import itertools
@@ -99,7 +99,7 @@ class Batches:
         eval_data = getattr(args, "eval_data", None)
         held_out_flag = f"--eval-data {eval_data}" if eval_data else "--data"
         self._check_length(held_out_flag, "held-out", held_out, 1, args.seq_len)
-        # A sample has as many targets as tokens; an image, for example, has one.
+        # A sample of text has a target for each token. A sample of images has one target.
         _, targets = held_out[0]
         self.tokens_per_step = self.global_batch_size * targets.numel()
 

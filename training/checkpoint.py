@@ -2,8 +2,8 @@
 
 A run has one folder:
 
-    run.json            settings, which must not change on a resume, such as --data, and the other
-                        flags, which a resume has, too, unless they are given (training/flags.py)
+    run.json            settings, such as --data, which must not change on a resume, and flags,
+                        which a resume uses unless others are given (training/flags.py)
     .lock.lease         held by the process that trains in this folder (training/lock.py)
     metrics.jsonl       written by training.meter.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
@@ -307,8 +307,8 @@ class Run:
         """
         import torch.distributed.checkpoint as dcp
 
-        # 0 bytes: while one tensor is written, do not copy the next from the GPU. The stream for
-        # these copies would create a CUDA context, even if the run is on the CPU.
+        # per_thread_copy_ahead=0: do not copy the next tensor from the GPU while one is written.
+        # The stream for these copies would create a CUDA context, even if the run is on the CPU.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
@@ -404,8 +404,8 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     if path is None:
         return 0
 
-    # Build a state of the right structure; step 0 is a placeholder. dcp.load then fills it in
-    # place: the tensors, which are the shards of this rank, and the numbers.
+    # dcp.load replaces the values of this state in place: the tensors, which are the shards of this
+    # rank, and the numbers. Step 0 is a placeholder.
     state = training_state(0, net, optimizer, scheduler, scaler)
     dcp.load(state, checkpoint_id=path, process_group=run.group)
     set_state_dict(

@@ -10,7 +10,7 @@ from common.runtime import all_gather
 
 @torch.no_grad()
 def digest(net: nn.Module) -> str:
-    """Return a hash of every parameter; every rank must call this.
+    """Return one hash of all parameters. Every rank must call this.
 
     Equal digests mean equal weights, bit for bit, however the models are sharded. If two ranks hold
     different copies of a weight, they get different digests.
@@ -29,7 +29,7 @@ def digest(net: nn.Module) -> str:
     if sharded:
         for hashes_of_rank in all_gather(hash_by_place):
             for place, rows_hash in hashes_of_rank.items():
-                hash_by_place.setdefault(place, rows_hash)  # where two ranks hold it, keep our own
+                hash_by_place.setdefault(place, rows_hash)  # replicated: keep the own hash
     return f"{sum(hash_by_place.values()) % 2**256:064x}"
 
 

@@ -234,8 +234,8 @@ class TrainingParser(Parser):
     def check_outputs(self, args: argparse.Namespace) -> None:
         """Raise UserError if an output is an input.
 
-        The outputs are --json and the files of --run-dir. The folder itself may hold --data, but it
-        is not that of a model.
+        The outputs are --json and the files of --run-dir. --run-dir may hold --data. It must not be
+        the folder of --model or --tokenizer.
         """
         super().check_outputs(args)
         if args.run_dir is None:

@@ -1,4 +1,4 @@
-"""Lock a folder for this process, on any file system, until the process ends.
+"""Lock a file for one process, on any file system.
 
 The lock is a lease: a file with the name of its owner, who touches it every few seconds. If it is
 not touched for LEASE_SECONDS, its owner is dead, and another process takes it. The lease of a
@@ -75,7 +75,8 @@ class Lock:
     def check(self) -> None:
         """Raise UserError if another process has taken the lock.
 
-        It does so if this process was suspended, or the disk did not answer, for LEASE_SECONDS.
+        This happens if this process did not touch the file for LEASE_SECONDS: it was suspended, or
+        the disk did not answer.
         """
         owner = self.lease.owner  # as the file says now
         is_other = owner is not None and owner.token != self.lease.token

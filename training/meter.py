@@ -28,10 +28,10 @@ from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, s
 from training import run_folder, trackers
 
 COLUMNS = 80  # of the console
-# A log line names the share of time in the loader, and the slowest rank, from here on.
+# A log line shows the share of time in the loader, and the slowest rank, if they are at least this.
 LEAST_DATA_WAIT = 0.01
 LEAST_LAG = 0.1
-# Time between two pictures, in times that a picture takes. So pictures take 1 % of the run.
+# The time between two pictures is at least 100 times that of a picture: they take 1 % of the run.
 PLOT_INTERVAL = 100
 
 
@@ -100,7 +100,7 @@ class Meter:
         self.last_time = self.start_time
 
     def next(self, stream: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the next micro-batch, on the device. Measure how long the CPU takes to get it.
+        """Return the next micro-batch, on the device. Add the time of this call to data_seconds.
 
         On a GPU this time costs speed only if the GPU has no work queued meanwhile. The copy to a
         GPU runs in the background if `stream` yields pinned memory.

@@ -52,9 +52,9 @@ def choose(
 ) -> int:
     """Return --micro-batch-size or, if it was not given, the largest size that fits on every GPU.
 
-    A resumed run keeps the size that it had, where that divides this rank's share of the batch. On
-    other devices than GPUs the size is the share. Every rank must call this, after the optimizer is
-    created and before it has state.
+    A resumed run keeps its size if it divides this rank's share of the batch. Without CUDA, the
+    size is the share. Every rank must call this, after the optimizer is created and before it has
+    state.
 
     Args:
         args: The flags of the script.
@@ -154,7 +154,7 @@ def largest_that_fits(
         run(size)  # allocates gradients, and libraries allocate their workspaces
         step_without_effect(optimizer)  # allocates the optimizer's state
         run(size)  # DDP makes new buckets after the first backward
-        smaller = 0  # with 0 sequences, the peak is what is held in any case, with gradients
+        smaller = 0  # the peak of 0 sequences: weights, gradients and optimizer state
         smaller_peak = held_bytes(device)
         optimizer.zero_grad()
         limit = min(runtime.all_gather(usable_bytes(device)))
@@ -171,7 +171,7 @@ def largest_that_fits(
             explain(size)
             peak = peak_bytes(run, optimizer, size, device)
         if smaller > 0 and max(runtime.all_gather(peak)) > MEMORY_SHARE * limit:
-            size = smaller  # it was more than a straight line
+            size = smaller  # memory grew faster than linearly
             peak = smaller_peak
     forget_peak(device)  # the peak that the script reports is that of the training
     needed = max(runtime.all_gather(peak))

@@ -13,9 +13,9 @@ def adamw_cosine(
 ) -> tuple[torch.optim.AdamW, LambdaLR]:
     """Create AdamW and a schedule of linear warm-up and cosine decay.
 
-    Only parameters that require gradients are optimized. Weight decay applies to matrices only.
-    Vectors, which are norm weights and biases, get none: a norm weight starts at 1 and scales its
-    layer's input, and decay would pull it towards 0.
+    Only parameters that require gradients are optimized. Weight decay applies to parameters with
+    two or more dimensions. Vectors, which are norm weights and biases, get none: a norm weight
+    starts at 1 and scales its layer's input, and decay would pull it towards 0.
 
     Args:
         lr: Peak learning rate, which the warm-up ends with.

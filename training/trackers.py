@@ -1,7 +1,7 @@
 """Show the records of a run in other programs: TensorBoard, Weights & Biases, and a picture.
 
-`training.meter.Meter` calls these on rank 0, with each record that it writes to metrics.jsonl. All
-of it goes into the folder of the run:
+`training.meter.Meter` calls open_trackers and save_loss_plot on rank 0, and passes each record that
+it writes to metrics.jsonl. All of it goes into the folder of the run:
 
     tensorboard/        event files, for `tensorboard --logdir runs`
     wandb/, wandb.id    the files of W&B, and the id by which a resumed run continues the same run
@@ -57,7 +57,7 @@ def open_trackers(
 ) -> Callable[[dict], None]:
     """Return a function that shows a record in TensorBoard and W&B, if these are switched on.
 
-    The name of a number there is its name in CHARTS. Both are closed when the script ends.
+    CHARTS renames the values. Others keep their names. Both are closed when the script ends.
 
     Arguments:
         folder: the folder of the run
