@@ -7,7 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.chapter import load
-from support.harness import ODD, assert_refused, config_of, needs_compiler, run, with_fault
+from support.harness import (
+    ODD,
+    assert_refused,
+    config_of,
+    in_full,
+    needs_compiler,
+    run,
+    with_fault,
+)
 from support.real_model import answers_of_transformers
 
 from lm import shapes
@@ -104,11 +112,9 @@ def infer(where: Path, model: str | Path, *flags, prompts=PROMPTS, **how) -> dic
 CUTS = [
     ("even", None),
     ("even", 2),
-    ("qwen2", 2),
     ("qwen2", 3),
-    ("qwen3", 2),
-    ("qwen3", 3),
-    *(pytest.param(*cut, marks=pytest.mark.full) for cut in [("even", 4), ("three", 3)]),
+    *(in_full(name, 2) for name in ("qwen2", "qwen3")),
+    *(in_full(*cut) for cut in [("qwen3", 3), ("even", 4), ("three", 3)]),
 ]
 
 

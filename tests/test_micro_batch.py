@@ -181,6 +181,7 @@ def test_a_measurement_leaves_no_trace(tmp_path, script, flags):
     assert losses_and_weights(measured) == losses_and_weights(given)
 
 
+@pytest.mark.full
 @needs_compiler
 def test_a_compiled_model_is_measured_in_eager_mode(tmp_path):
     _, size = run_as_on_a_gpu("05_ddp/train.py", tmp_path, "--compile")

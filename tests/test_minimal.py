@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import ROOT, Result, command, finish, run, start, with_prelude
+from support.harness import ROOT, Result, command, finish, in_full, run, start, with_prelude
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -141,7 +141,7 @@ def check_notes(result: Result, ranks: int, shares: int) -> None:
     assert len(set(itertools.chain(*draws))) == SMALL_STEPS * shares
 
 
-CUT = [(DDP, None), (DDP, 3), (FSDP, None), (FSDP, 2), (TENSOR, None), (TENSOR, 4)]
+CUT = [(DDP, 3), (FSDP, 2), (TENSOR, 4), *(in_full(file, None) for file in (DDP, FSDP, TENSOR))]
 
 
 @pytest.mark.parametrize(("script", "nproc"), CUT)
