@@ -5,7 +5,7 @@
 #              style
 # make test    what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, then launch files for real (root), all ways to shard, a real model:
-#                  twenty minutes in all
+#                  forty minutes in all
 # make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3
 #                  processes
 # make test-nogpu  the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes,
