@@ -6,6 +6,7 @@ This file does not import torch, so that the planner can use it on any machine.
 import hashlib
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -64,8 +65,11 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in the folder of a run, oldest first."""
-    digit = "[0-9]"
-    return sorted(path for path in folder.glob(f"step-{digit * 8}") if path.is_dir())
+    found = []
+    for path in folder.glob("step-*"):
+        if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir():
+            found.append(path)
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
