@@ -128,8 +128,8 @@ def read_table(out: Path, number: int) -> np.ndarray:
 def compare_with_transformers(out: Path, documents: Iterable[tuple[bytes, int]]) -> float | None:
     """Assert that transformers makes the same first tokens. Return its tokens per CPU second.
 
-    `documents` are those of the input, each with its side. Those in the first COMPARED_BYTES are
-    compared.
+    `documents` yields each document of the input with its side. The documents in the first
+    COMPARED_BYTES are compared.
     """
     about, train, _ = token_folder.read(out, f"--out {out}", "delete the folder")
     texts = []

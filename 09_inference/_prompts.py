@@ -123,15 +123,14 @@ def temperature(text: str) -> float:
 class Text:
     """The prompts of the flags as token ids, and generated token ids as text.
 
-    The tokens are those of the model's tokenizer. A model without a tokenizer reads and writes
-    bytes.
+    The model's tokenizer makes the tokens. A model without a tokenizer reads and writes bytes.
 
     Attributes:
         texts: The prompts, as the user wrote them.
         prompts: The token ids of each prompt.
         length: The slots that a cache needs for each prompt and its answer.
         stop: The token ids that end an answer.
-        folder_stop: Those of them that end an answer of transformers' generate, too.
+        folder_stop: The ids in `stop` that also end an answer of transformers' generate.
         not_applied: The settings of the folder that change greedy tokens, and that do not count
             here.
         vocab_size: The number of tokens. Further rows of the model's vocabulary are padding.
@@ -350,7 +349,7 @@ def answer(
 ) -> Generated:
     """Answer all prompts of a text as one batch, or these, with the sampling of the flags.
 
-    `steps` are prefill and decode. `max_new_tokens` is by default that of the flags.
+    `steps` are prefill and decode. `max_new_tokens` defaults to the flag.
     """
     prefill, decode = steps
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -375,11 +374,11 @@ def check_tokens(
     args: argparse.Namespace,
     device: torch.device,
 ) -> list[str]:
-    """Assert that greedy fp32 tokens are those of transformers' generate, prompt by prompt.
+    """Assert that transformers' generate gives the same greedy fp32 tokens, prompt by prompt.
 
     transformers computes on the script's GPU if both copies of the weights fit there, else on the
-    CPU. Sampled tokens, those in 16 bits and those of large models are not compared: then the list
-    is empty.
+    CPU. Sampled tokens, tokens in 16 bits and tokens of large models are not compared: then the
+    list is empty.
     """
     parameters = shapes.parameter_count(text.config)
     if args.temperature or args.dtype != "fp32" or parameters > SMALL:

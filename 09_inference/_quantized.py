@@ -193,8 +193,8 @@ def plan_loading(
 ) -> tuple[int, int]:
     """Return how many weights are quantized at once, and the bytes that loading may take.
 
-    The bytes come beside those of the loaded weights: one matrix, and one chunk of it. `free_bytes`
-    is what weights and cache leave free.
+    Loading takes these bytes beside the loaded weights: one matrix, and one chunk of it.
+    `free_bytes` is what weights and cache leave free.
     """
     largest = largest_matrix(config, args.group_size)
     beside = matrix_bytes_per_weight(config, weights, dtype, device) * largest

@@ -174,7 +174,7 @@ def multiply_int8(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 def multiply_int8_compiled(x: Tensor, layer: nn.Module) -> Tensor:
     """Multiply as Int8Linear in a compiled decode step, which converts the codes as it reads them.
 
-    The options are those of `compiled` in lm/generate.py.
+    `compiled` in lm/generate.py has the same options.
     """
     options = {"coordinate_descent_tuning": True}
     multiply = torch.compile(multiply_int8, dynamic=False, options=options)

@@ -50,7 +50,7 @@ def complete_file(file: Path, mode: str = "w", scratch: Path | None = None) -> I
 
 
 def write_json(file: Path, value: object, **options) -> None:
-    """Write a value as JSON: see complete_file. `options` are those of json.dumps.
+    """Write a value as JSON: see complete_file. `options` go to json.dumps.
 
     A device, such as /dev/null, is written to and not replaced.
     """
