@@ -25,7 +25,7 @@ from common import files
 
 # The pages in the order of the menu. Each pattern is relative to the repository.
 MENU = {
-    "Chapters": ("0*/README.md",),
+    "Chapters": ("[0-9]*/README.md",),
     "More": ("launch/README.md", "benchmarks/README.md", "CLAIMS.md"),
     "For contributors": (
         "ONBOARDING.md",
@@ -33,11 +33,11 @@ MENU = {
         "tests/nogpu/README.md",
         "CHANGELOG.md",
     ),
-    "中文": ("README.zh-CN.md", "0*/README.zh-CN.md"),
+    "中文": ("README.zh-CN.md", "[0-9]*/README.zh-CN.md"),
 }
-OTHER_PAGES = ("0*/*.md", "benchmarks/results/*.md", "launch/**/*.md", "docs/*.md", "*.md")
+OTHER_PAGES = ("[0-9]*/*.md", "benchmarks/results/*.md", "launch/**/*.md", "docs/*.md", "*.md")
 SOURCES = (
-    *("0*/*.py", "common/*.py", "lm/*.py", "planner/*.py", "training/*.py"),
+    *("[0-9]*/*.py", "common/*.py", "lm/*.py", "planner/*.py", "training/*.py"),
     *("benchmarks/*.py", "launch/**/*.*", "take.py", "gym.py", "models/*.py"),
 )
 FOLDERS = ("common", "training", "lm", "planner", "benchmarks/results")
@@ -147,7 +147,7 @@ def prepare(app: Sphinx, docname: str, content: list[str]) -> None:
     content[0] = PICTURE.sub(_two_images, content[0])
     if docname == "README":
         content[0] += _menu(Path(app.srcdir))
-    elif re.fullmatch(r"0\d_\w+/README", docname):
+    elif re.fullmatch(r"\d\d_\w+/README", docname):
         content[0] += _scripts_of_chapter(Path(app.srcdir, docname).parent)
     elif not _is_in_menu(docname):
         # a generated page says so itself

@@ -78,7 +78,7 @@ def test_each_link_and_anchor_is_there(site, pages):
 
 def test_each_readme_and_each_lesson_has_a_page_and_nothing_comes_from_the_network(site, pages):
     missing = []
-    for source in [*ROOT.glob("*.md"), *ROOT.glob("0*/*.md"), *ROOT.glob("0*/*.py")]:
+    for source in [*ROOT.glob("*.md"), *ROOT.glob("[0-9]*/*.md"), *ROOT.glob("[0-9]*/*.py")]:
         name = str(source.relative_to(ROOT)).removesuffix(".md")
         if (site / f"{name}.html").resolve() not in pages:
             missing.append(name)
