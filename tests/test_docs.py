@@ -11,12 +11,12 @@ from support.readme import find_hunk, hunks, regenerate
 
 READMES = [
     *ROOT.glob("*.md"),
-    *ROOT.glob("0*/*.md"),
+    *ROOT.glob("[0-9]*/*.md"),
     *ROOT.glob("docs/*.md"),
     *ROOT.glob("benchmarks/*.md"),
     *ROOT.glob("launch/**/*.md"),
 ]
-SCRIPTS = [*ROOT.glob("0*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
+SCRIPTS = [*ROOT.glob("[0-9]*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
 WITHOUT_COMMANDS = ("CHANGELOG.md", "estimate.md", "flags.md", "glossary.md", "scripts.md")
 COMMAND = re.compile(
     r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE
@@ -118,7 +118,7 @@ def test_a_chinese_page_has_the_commands_of_the_english_one():
         lines = [re.sub(r"\s+#.*", "", line).strip() for line in lines_of_blocks(page)]
         return [line for line in lines if line]
 
-    for chinese in [ROOT / "README.zh-CN.md", *ROOT.glob("0*/README.zh-CN.md")]:
+    for chinese in [ROOT / "README.zh-CN.md", *ROOT.glob("[0-9]*/README.zh-CN.md")]:
         english = chinese.with_name("README.md")
         assert commands(chinese) == commands(english), chinese.relative_to(ROOT)
 
@@ -126,7 +126,7 @@ def test_a_chinese_page_has_the_commands_of_the_english_one():
 def texts_with_commands() -> list[tuple[str, str]]:
     """The pages, and the docstrings of all modules, with continued lines as one."""
     texts = [(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in READMES]
-    for folder in ("0*", "benchmarks", "common", "launch", "lm", "planner", "training"):
+    for folder in ("[0-9]*", "benchmarks", "common", "launch", "lm", "planner", "training"):
         for file in ROOT.glob(f"{folder}/**/*.py"):
             docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             texts.append((str(file.relative_to(ROOT)), docstring))

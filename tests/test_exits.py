@@ -291,7 +291,7 @@ def test_help_has_the_defaults(tmp_path):
 
 # --- packages that are missing
 
-SCRIPTS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("0*/[!_]*.py"))
+SCRIPTS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("[0-9]*/[!_]*.py"))
 WITH_COMMON = []  # the others are files to copy, or import a script
 for script in SCRIPTS:
     if script != ESTIMATE and "sys.path.insert" in (ROOT / script).read_text(encoding="utf-8"):

@@ -25,7 +25,7 @@ class Quoted(NamedTuple):
 def quoted_outputs() -> list[Quoted]:
     """Return each command of the chapters that has its output below it."""
     found = []
-    for page in sorted(ROOT.glob("0*/README.md")):
+    for page in sorted(ROOT.glob("[0-9]*/README.md")):
         text = page.read_text(encoding="utf-8")
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
             if language == "":
