@@ -36,8 +36,8 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH = {"cpu": 64, "cuda": 512}[DEVICE]
 LAYERS = {"cpu": 2, "cuda": 4}[DEVICE]
-PROMPTS = {"cpu": 24, "cuda": 128}[DEVICE]  # per step, over all ranks
-LEARNING_RATE = {"cpu": 1e-3, "cuda": 1e-4}[DEVICE]
+PROMPTS = {"cpu": 24, "cuda": 256}[DEVICE]  # per step, over all ranks
+LEARNING_RATE = {"cpu": 1e-3, "cuda": 2e-4}[DEVICE]
 GROUP = 8  # answers per prompt
 STEPS = 60
 SFT_STEPS = 250
@@ -343,14 +343,14 @@ def train(model, optimizer, batch, args):
     right, mismatch, weights, clipped, loss = over_ranks(
         batch.rewards.sum(),
         batch.mismatch.sum(),
-        (batch.weights * batch.loss_mask).sum(),
+        (batch.weights * batch.answer_mask).sum(),
         clipped,
         loss_sum,
     )
     return {
         "reward": right / (PROMPTS * GROUP),
         "mismatch": mismatch / answer_tokens,
-        "weight": weights / tokens,
+        "weight": weights / answer_tokens,
         "lowest": -ends[0].item(),
         "highest": ends[1].item(),
         "clipped": clipped / tokens,
