@@ -22,7 +22,7 @@ log-probability of each sampled token. If they disagree, no error is raised and 
 
 What to look at: the column mismatch, which is the mean |logp_trainer - logp_server|. It is 0 up to
 rounding if both have the same weights and dtype. Then try --server-dtype bf16, or --stale 3. The
-loss is no measure of progress: the advantages of a group add up to 0, so it is near 0 throughout.
+loss is no measure of progress: it is near 0 throughout, as the advantages of a group add up to 0.
 Previous: 09_inference/parity.py. Next: distill.py, where a teacher replaces the reward.
 """
 
@@ -63,10 +63,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def group_advantages(rewards):
-    """Compare each reward with the mean of its group, in standard deviations.
+    """Return how far each reward is above the mean of its group, in standard deviations.
 
-    Return the advantages and whether they teach anything, both [rows, 1]. In a group whose rewards
-    are all equal, all advantages are 0.
+    Return also whether the answer teaches anything. If all rewards of a group are equal, all its
+    advantages are 0. Both are [rows, 1].
     """
     groups = rewards.view(-1, GROUP)
     mean = groups.mean(dim=1, keepdim=True)
@@ -95,23 +95,23 @@ def grpo_loss(logprobs, batch, beta):
     clipped_objective = ratio.clamp(1 - CLIP, 1 + CLIP) * batch.advantages
     losses = -torch.minimum(objective, clipped_objective) * batch.weights
     if beta > 0:
-        # The KL divergence from the reference, by the estimator called k3. The ratio is 1 here at
-        # first, but not its gradient: with it, the gradient is the one of the KL divergence.
+        # The KL divergence from the reference, by the estimator called k3. Only with the factor
+        # ratio is its gradient the one of the KL divergence, although the ratio is 1 at first.
         difference = batch.reference_logprobs - logprobs
         losses = losses + beta * ratio * (difference.exp() - difference - 1)
     return losses, ratio.detach(), clipped_objective < objective
 
 
 def divisors(mask, tokens, answers, loss_type):
-    """Return what the loss of each token is divided by. The sum is then a mean over all ranks.
+    """Return what to divide the loss of each token by, before all are added up.
 
-    mask is [rows, tokens] of this rank. tokens and answers are numbers of all ranks.
+    mask is [rows, tokens] of this rank. tokens and answers are their numbers over all ranks.
     """
-    if loss_type == "grpo":  # a mean over each answer, then over answers: long ones count as short
+    if loss_type == "grpo":  # the mean of each answer, then the mean of all answers
         return answers * mask.sum(dim=1, keepdim=True).clamp(min=1)
-    if loss_type == "dr_grpo":  # a constant: no answer's length counts
+    if loss_type == "dr_grpo":  # a constant: the lengths do not matter
         return answers * mask.shape[1]
-    return tokens  # dapo: a mean over tokens
+    return tokens  # dapo: the mean of all tokens
 
 
 # --- 2. the server
@@ -286,9 +286,10 @@ def warm_start(model, reversed_share):
 
 
 def sample(server, step):
-    """Return GROUP answers to each prompt of this rank: what generate returns, and their prompts.
+    """Sample GROUP answers to each prompt of this rank.
 
-    The prompts are numbered from 0 to PROMPTS - 1 over all ranks.
+    Return the index of each answer's prompt among the prompts of all ranks, and what generate
+    returns.
     """
     numbers = random.Random(f"{SEED} {step}").choices(TRAIN_NUMBERS, k=PROMPTS)
     indices = []
@@ -406,7 +407,7 @@ def check(server, history, before, after, args):
         dist.broadcast(weight_of_rank_0, src=0)
         assert torch.equal(weight, weight_of_rank_0), "the ranks have different weights"
     checked = [f"all ranks ({dist.get_world_size()}) have the same weights"]
-    mismatch = max(numbers["mismatch"] for numbers in history)
+    mismatch = torch.tensor([numbers["mismatch"] for numbers in history]).max().item()
     if args.stale == 0 and args.server_dtype == "fp32":
         assert mismatch < 1e-5, f"trainer and server differ: mismatch {mismatch:.1e}"
         checked.append(f"trainer and server agree: mismatch at most {mismatch:.1e}")
