@@ -98,6 +98,7 @@ QUESTIONS = [
     Command("70b int4 by torch", f"{LLAMA_70B} int4 {DECODE} 200", 56),
     Command("ab projections 1b", f"{AB} projections --model llama-1b", 85),
     Command("ab int4, int8 70b", f"{AB} int4 --model llama-70b", 150),
+    Command("grpo", "10_post_training/grpo.py", 60),
     Command("ab micro-batch 124m", f"{AB} micro_batch --model llama-124m", 90),
     Command("ab loss 124m", f"{AB} loss --model llama-124m", 95),
     Command("ab loss 1b", f"{AB} loss --model llama-1b", 120),

@@ -222,6 +222,41 @@ def test_the_minimal_scripts_have_one_loss_and_end_as_python_ends(tmp_path):
     assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-5)
 
 
+SMALLER_GRPO = {
+    '"cuda": 512}': '"cuda": 64}',
+    '"cuda": 4}': '"cuda": 2}',
+    '"cuda": 256}': '"cuda": 4}',
+    "\nSTEPS = 60\n": "\nSTEPS = 2\n",
+    "SFT_STEPS = 250\n": "SFT_STEPS = 2\n",
+    "        assert after > 0.9": "        assert after < 0.9",
+}
+
+
+@pytest.mark.parametrize("script", ["grpo", "distill"])
+def test_two_ranks_learn_from_their_own_samples(tmp_path, script):
+    """Whose checks hold: trainer and server agree, the ranks have the same weights."""
+    source = (ROOT / f"10_post_training/{script}.py").read_text(encoding="utf-8")
+    for text, smaller in SMALLER_GRPO.items():
+        assert source.count(text) == 1, text
+        source = source.replace(text, smaller)
+    copy = tmp_path / f"{script}.py"
+    copy.write_text(source, encoding="utf-8")
+    result = nogpu.run("values", tmp_path, str(copy), "--minibatches 2 --json s.json", 2)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert summary["peak_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("script", ["grpo", "distill"])
+def test_learning_from_samples_at_the_sizes_of_a_gpu(tmp_path, script):
+    """Without the checks of numbers, which kernels that do nothing cannot pass."""
+    flags = f"{ROOT}/10_post_training/{script}.py --json s.json"
+    result = nogpu.run("noop", tmp_path, "tests/support/without_checks.py", flags)
+    assert result.code == 0, result
+    assert "nogpu: " not in result.err, result
+
+
 RESUMABLE = ["05_ddp/resumable.py", "06_fsdp_zero/resumable.py"]
 RUN = "--run-dir run --steps 3 --global-batch 4 --micro-batch 1 --save-every 2 --log-every 1"
 

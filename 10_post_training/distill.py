@@ -1,0 +1,518 @@
+"""On-policy distillation: a student samples answers, and a teacher grades each token.
+
+    laptop    python 10_post_training/distill.py
+              torchrun --standalone --nproc_per_node=2 10_post_training/distill.py    (one per GPU)
+    one node  torchrun --standalone --nproc_per_node=8 10_post_training/distill.py
+    cluster   the same on every node, but in place of --standalone    ($HEAD: the name of a node)
+              --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
+
+What is new compared with grpo.py: a second model of twice the width, the teacher, has learned to
+reverse. The student samples answers as before. The advantage of a token is logp_teacher -
+logp_student: positive if the teacher chooses the token more often than the student does. So each
+token has its own advantage, and no program has to check answers. Rewards are only printed.
+
+What to look at: the loss. On policy it is an estimate of KL(student || teacher), so it must fall.
+In GRPO the loss means nothing.
+Previous: grpo.py.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+# YOURS: the sizes
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTH = {"cpu": 64, "cuda": 512}[DEVICE]
+LAYERS = {"cpu": 2, "cuda": 4}[DEVICE]
+PROMPTS = {"cpu": 24, "cuda": 256}[DEVICE]  # per step, over all ranks
+LEARNING_RATE = {"cpu": 1e-3, "cuda": 2e-4}[DEVICE]
+GROUP = 8  # answers per prompt
+STEPS = 60
+SFT_STEPS = 250
+SFT_ROWS = 128  # texts per SFT step, over all ranks
+TEMPERATURE = 0.8  # of sampling
+CLIP = 0.2  # a token stops learning once its ratio has moved so far from 1
+MAX_WEIGHT = 3.0  # larger importance weights become this one
+SEED = 0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+# --- 1. the loss
+
+
+def importance_weights(old_logprobs, server_logprobs, mask, correction):
+    """Return p_trainer / p_server of each token, [rows, tokens], or of each answer, [rows, 1]."""
+    difference = (old_logprobs - server_logprobs) * mask
+    if correction == "none":
+        difference = torch.zeros_like(difference)
+    elif correction == "sequence":  # the product of the tokens' weights
+        difference = difference.sum(dim=1, keepdim=True)
+    elif correction == "sequence-mean":  # their geometric mean
+        difference = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+    return difference.exp().clamp(max=MAX_WEIGHT)
+
+
+def grpo_loss(logprobs, batch, beta):
+    """Return the loss and the ratio of each token, and whether it is clipped: [rows, tokens]."""
+    ratio = (logprobs - batch.old_logprobs).exp()  # 1 before the first update of a step
+    objective = ratio * batch.advantages
+    clipped_objective = ratio.clamp(1 - CLIP, 1 + CLIP) * batch.advantages
+    losses = -torch.minimum(objective, clipped_objective) * batch.weights
+    if beta > 0:
+        # The KL divergence from the reference, by the estimator called k3. Only with the factor
+        # ratio is its gradient the one of the KL divergence, although the ratio is 1 at first.
+        difference = batch.reference_logprobs - logprobs
+        losses = losses + beta * ratio * (difference.exp() - difference - 1)
+    return losses, ratio.detach(), clipped_objective < objective
+
+
+def divisors(mask, tokens, answers, loss_type):
+    """Return what to divide the loss of each token by, before all are added up.
+
+    mask is [rows, tokens] of this rank. tokens and answers are their numbers over all ranks.
+    """
+    if loss_type == "grpo":  # the mean of each answer, then the mean of all answers
+        return answers * mask.sum(dim=1, keepdim=True).clamp(min=1)
+    if loss_type == "dr_grpo":  # a constant: the lengths do not matter
+        return answers * mask.shape[1]
+    return tokens  # dapo: the mean of all tokens
+
+
+# --- 2. the server
+
+
+def sync_weights(model, server):
+    """Copy the weights of the sharded trainer to the server of this rank."""
+    # full_tensor() waits until all ranks have called it. Gather all weights before any is used:
+    # a rank that sends one to a real server while the others gather the next can hang.
+    full_weights = {}
+    for name, weight in model.named_parameters():
+        full_weights[name] = weight.detach().full_tensor()
+    server.load_state_dict(full_weights)  # casts to the dtype of the server
+
+
+def next_token_logprobs(model, tokens):
+    """Return log-probabilities in fp32, [rows, tokens, vocabulary].
+
+    Trainer and server must both divide by the temperature. Call model(...), not model.forward(...),
+    which skips the hooks with which FSDP gathers weights and averages gradients.
+    """
+    logits = model(tokens).float() / TEMPERATURE
+    return logits.log_softmax(dim=-1).unflatten(0, tokens.shape)
+
+
+def answer_logprobs(model, sequences):
+    """Return the log-probability of each token of the answers, [rows, ANSWER_TOKENS]."""
+    logprobs = next_token_logprobs(model, sequences[:, :-1])
+    logprobs = logprobs[:, PROMPT_TOKENS - 1 :]  # the last token of the prompt predicts the first
+    answers = sequences[:, PROMPT_TOKENS:]
+    return logprobs.gather(-1, answers.unsqueeze(-1)).squeeze(-1)
+
+
+@torch.no_grad()
+def generate(server, prompts, noise):
+    """Return prompts with sampled answers, the mask of the answers, and their log-probabilities.
+
+    prompts is [rows, PROMPT_TOKENS], noise is [rows, ANSWER_TOKENS, VOCABULARY]. With Gumbel noise
+    the argmax below is a sample from the distribution. With 0 it is the most probable token.
+    """
+    sequences = prompts
+    finished = torch.zeros(len(prompts), dtype=torch.bool, device=DEVICE)
+    mask = []
+    logprobs = []
+    for position in range(ANSWER_TOKENS):
+        # This computes all earlier tokens again. Real servers have a KV cache: see 09_inference.
+        distribution = next_token_logprobs(server, sequences)[:, -1]  # [rows, VOCABULARY]
+        tokens = (distribution + noise[:, position]).argmax(dim=-1)
+        tokens = tokens.masked_fill(finished, PADDING)
+        logprobs.append(distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+        mask.append(~finished)  # before the next line, so the stop token is part of the answer
+        finished = finished | (tokens == STOP)
+        sequences = torch.cat((sequences, tokens.unsqueeze(-1)), dim=1)
+    return sequences, torch.stack(mask, dim=1), torch.stack(logprobs, dim=1)
+
+
+def gumbel_noise(step, prompt, answer):
+    """Return the noise of one answer. It does not depend on the rank that samples the answer."""
+    key = zlib.crc32(f"{SEED} {step} {prompt} {answer}".encode())
+    generator = torch.Generator().manual_seed(key)
+    return -torch.empty(ANSWER_TOKENS, VOCABULARY).exponential_(generator=generator).log()
+
+
+# --- 3. YOURS: the task
+
+VOCABULARY = 128  # tokens are ASCII codes
+STOP = ord(".")
+PADDING = ord("_")
+PROMPT_TOKENS = 4  # three digits and "="
+ANSWER_TOKENS = 4  # three digits and "."
+NUMBERS = [f"{number:03d}" for number in range(1000)]
+# Held out by a hash. Without every fifth number, no prompt in training would end in 0 or 5.
+TRAIN_NUMBERS = [number for number in NUMBERS if zlib.crc32(number.encode()) % 5 != 0]
+TEST_NUMBERS = [number for number in NUMBERS if zlib.crc32(number.encode()) % 5 == 0]
+
+
+def encode(texts):
+    """Return [texts, tokens]. All texts must have the same length."""
+    return torch.tensor([list(text.encode()) for text in texts], device=DEVICE)
+
+
+def rewards_of(sequences):
+    """Return 1 for each right answer and 0 for each wrong one, [rows]."""
+    digits = sequences[:, :3]
+    is_reversed = (sequences[:, 4:7] == digits.flip(1)).all(dim=1)
+    has_stopped = sequences[:, 7] == STOP
+    return (is_reversed & has_stopped).float()
+
+
+def teacher_texts(step, reversed_share):
+    """Return SFT_ROWS texts, the same on every rank."""
+    generator = random.Random(f"{SEED} {step}")
+    texts = []
+    for number in generator.choices(TRAIN_NUMBERS, k=SFT_ROWS):
+        is_reversed = generator.random() < reversed_share
+        answer = number[::-1] if is_reversed else number
+        texts.append(f"{number}={answer}.")
+    return texts
+
+
+# --- 4. YOURS: the model, as in 06_fsdp_zero/minimal.py
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.head_dim = width // heads
+        self.norm1 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.o = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):  # [batch, tokens, width]
+        y = self.norm1(x)
+        q = self.q(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k = self.k(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v = self.v(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        # q, k, v and the result of attention: [batch, heads, tokens, head_dim]
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width=WIDTH, layers=LAYERS, heads=4):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(PROMPT_TOKENS + ANSWER_TOKENS, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens):  # [batch, tokens]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.flatten(0, 1))  # logits, [batch * tokens, VOCABULARY]
+
+
+# --- 5. training
+
+
+def shard(model):
+    """Shard the model over all ranks, as in 06_fsdp_zero/minimal.py, and return it."""
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def update(model, optimizer, loss):
+    """Take one optimizer step. Return the norm of the gradients of all ranks."""
+    # Each rank has a part of the loss, and the parts must be added up. FSDP averages gradients
+    # over the ranks, so multiply by the number of ranks.
+    (loss * dist.get_world_size()).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.full_tensor().item()
+
+
+def warm_start(model, reversed_share):
+    """Train the model on texts of a teacher (supervised fine-tuning, SFT)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2 * LEARNING_RATE)
+    for step in range(SFT_STEPS):
+        texts = teacher_texts(step, reversed_share)[dist.get_rank() :: dist.get_world_size()]
+        logprobs = answer_logprobs(model, encode(texts))
+        update(model, optimizer, -logprobs.sum() / (SFT_ROWS * ANSWER_TOKENS))
+
+
+def sample(server, step):
+    """Sample GROUP answers to each prompt of this rank.
+
+    Return the index of each answer's prompt among the prompts of all ranks, and what generate
+    returns.
+    """
+    numbers = random.Random(f"{SEED} {step}").choices(TRAIN_NUMBERS, k=PROMPTS)
+    indices = []
+    prompts = []
+    noise = []
+    for index in range(dist.get_rank(), PROMPTS, dist.get_world_size()):
+        for answer in range(GROUP):
+            indices.append(index)
+            prompts.append(numbers[index] + "=")
+            noise.append(gumbel_noise(step, index, answer))
+    rollouts = generate(server, encode(prompts), torch.stack(noise).to(DEVICE))
+    return torch.tensor(indices, device=DEVICE), *rollouts
+
+
+@torch.no_grad()
+def make_batch(rollouts, model, teacher, correction):
+    """Return what the trainer learns from: tensors with one row per answer."""
+    prompt_indices, sequences, answer_mask, server_logprobs = rollouts
+    old_logprobs = answer_logprobs(model, sequences)  # of the trainer, before its updates
+    teacher_logprobs = answer_logprobs(teacher, sequences)
+    return SimpleNamespace(
+        prompt_indices=prompt_indices,  # [rows]
+        sequences=sequences,  # [rows, PROMPT_TOKENS + ANSWER_TOKENS]
+        answer_mask=answer_mask,  # False for padding after the answer, [rows, ANSWER_TOKENS]
+        loss_mask=answer_mask,  # the tokens that the loss is a mean of
+        rewards=rewards_of(sequences),  # [rows], only printed
+        advantages=teacher_logprobs - old_logprobs,  # [rows, ANSWER_TOKENS]
+        weights=importance_weights(old_logprobs, server_logprobs, answer_mask, correction),
+        mismatch=(old_logprobs - server_logprobs).abs() * answer_mask,
+        old_logprobs=old_logprobs,  # [rows, ANSWER_TOKENS]
+        reference_logprobs=teacher_logprobs,  # for --beta
+    )
+
+
+def choose_rows(batch, is_chosen):
+    """Return a batch with some of the rows."""
+    return SimpleNamespace(**{name: rows[is_chosen] for name, rows in vars(batch).items()})
+
+
+def over_ranks(*numbers):
+    """Return the sum of each number over all ranks."""
+    sums = torch.stack(numbers).detach().float()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def train(model, optimizer, batch, args):
+    """Take one optimizer step per mini-batch. Return what is printed about them."""
+    answers, tokens, answer_tokens = over_ranks(
+        batch.loss_mask[:, 0].sum(),
+        batch.loss_mask.sum(),
+        batch.answer_mask.sum(),
+    )
+    # Over all mini-batches, so that all tokens of a step count the same. At least 1: the rewards
+    # of every group can be equal.
+    tokens = max(tokens, 1)
+    answers = max(answers, 1)
+    clipped = torch.zeros((), device=DEVICE)
+    loss_sum = torch.zeros((), device=DEVICE)
+    ratios = []
+    for number in range(args.minibatches):
+        # Prompts of one mini-batch are the same on any number of ranks.
+        part = choose_rows(batch, batch.prompt_indices * args.minibatches // PROMPTS == number)
+        logprobs = answer_logprobs(model, part.sequences)
+        losses, ratio, is_clipped = grpo_loss(logprobs, part, args.beta)
+        divisor = divisors(part.loss_mask, tokens, answers, args.loss_type) / args.minibatches
+        loss = (losses * part.loss_mask / divisor).sum()
+        norm = update(model, optimizer, loss)
+        loss_sum += loss.detach()
+        clipped += (is_clipped & part.loss_mask).sum()
+        ratios.append(torch.where(part.loss_mask, ratio, 1.0))
+
+    ratios = torch.cat(ratios)
+    ends = torch.stack((-ratios.min(), ratios.max()))
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    right, mismatch, weights, clipped, loss = over_ranks(
+        batch.rewards.sum(),
+        batch.mismatch.sum(),
+        (batch.weights * batch.answer_mask).sum(),
+        clipped,
+        loss_sum,
+    )
+    return {
+        "reward": right / (PROMPTS * GROUP),
+        "mismatch": mismatch / answer_tokens,
+        "weight": weights / answer_tokens,
+        "lowest": -ends[0].item(),
+        "highest": ends[1].item(),
+        "clipped": clipped / tokens,
+        "loss": loss / args.minibatches,
+        "norm": norm,  # of the last mini-batch
+        "tokens": answer_tokens,
+    }
+
+
+def accuracy(server):
+    """Return the share of held-out prompts whose greedy answer is right."""
+    numbers = TEST_NUMBERS[dist.get_rank() :: dist.get_world_size()]
+    prompts = encode([number + "=" for number in numbers])
+    noise = torch.zeros(len(numbers), ANSWER_TOKENS, VOCABULARY, device=DEVICE)
+    sequences, _, _ = generate(server, prompts, noise)
+    [right] = over_ranks(rewards_of(sequences).sum())
+    return right / len(TEST_NUMBERS)
+
+
+def check(server, history, before, after, args):
+    """Assert what the lesson claims. Rank 0 prints it."""
+    for weight in server.parameters():
+        weight_of_rank_0 = weight.detach().clone()
+        dist.broadcast(weight_of_rank_0, src=0)
+        assert torch.equal(weight, weight_of_rank_0), "the ranks have different weights"
+    checked = [f"all ranks ({dist.get_world_size()}) have the same weights"]
+    mismatch = torch.tensor([numbers["mismatch"] for numbers in history]).max().item()
+    if args.stale == 0 and args.server_dtype == "fp32":
+        assert mismatch < 1e-5, f"trainer and server differ: mismatch {mismatch:.1e}"
+        checked.append(f"trainer and server agree: mismatch at most {mismatch:.1e}")
+    if args.stale == 0:  # an old server slows learning down
+        assert before < 0.3, before
+        assert after > 0.9, after
+        checked.append("held-out accuracy rises from below 0.3 to above 0.9")
+    if dist.get_rank() == 0:
+        for text in checked:
+            print("checked:", text)
+
+
+def clock():
+    """Return the time in seconds, after all work of the GPU so far."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def read_flags(world_size):
+    """Return the flags. What cannot run ends here, with exit code 2."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stale", type=int, default=0, help="steps that the server may be behind")
+    parser.add_argument("--minibatches", type=int, default=1, help="updates per step")
+    parser.add_argument("--server-dtype", choices=DTYPES, default="fp32")
+    corrections = ("none", "token", "sequence", "sequence-mean")
+    parser.add_argument("--correction", choices=corrections, default="token")
+    parser.add_argument("--loss-type", choices=("dapo", "grpo", "dr_grpo"), default="dapo")
+    parser.add_argument("--beta", type=float, default=0.0, help="factor of the KL divergence")
+    parser.add_argument("--json", type=Path, help="write a summary to this file")
+    args = parser.parse_args()
+    if args.stale < 0:
+        parser.error(f"--stale {args.stale} is negative: 0 syncs after every step")
+    if not 0 <= args.beta < float("inf"):
+        parser.error(f"--beta {args.beta} is not 0 or a positive number")
+    if args.minibatches < 1:
+        parser.error(f"--minibatches {args.minibatches} is below 1")
+    smallest = PROMPTS // args.minibatches
+    if smallest < world_size:
+        parser.error(
+            f"--minibatches {args.minibatches} leaves {smallest} of {PROMPTS} prompts for "
+            f"{world_size} ranks: lower it, start fewer ranks, or raise PROMPTS"
+        )
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: its folder does not exist")
+    return args
+
+
+def main():
+    # torchrun sets these variables for each process, called a rank. Without torchrun: one rank.
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the system picks a port
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    args = read_flags(world_size)
+    torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster
+    if DEVICE == "cuda":
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)  # from here on, DEVICE is this GPU
+        dist.init_process_group("nccl", device_id=gpu)
+    else:
+        dist.init_process_group("gloo")
+
+    torch.manual_seed(SEED)
+    shards = shard(Model(2 * WIDTH).to(DEVICE))
+    warm_start(shards, reversed_share=1.0)
+    teacher = Model(2 * WIDTH).to(DEVICE)
+    sync_weights(shards, teacher)
+    torch.manual_seed(SEED)  # every rank builds the same model, and keeps its shard
+    model = shard(Model().to(DEVICE))
+    warm_start(model, reversed_share=0.3)
+    server = Model().to(DEVICE, DTYPES[args.server_dtype])
+    sync_weights(model, server)
+    before = accuracy(server)
+    if rank == 0:
+        print(f"after SFT, held-out accuracy {before:.3f}")
+        print("step   reward mismatch   weight     ratio        clipped       loss  grad norm")
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    history = []
+    seconds = {"generation": 0.0, "training": 0.0, "sync": 0.0}
+    for step in range(1, STEPS + 1):
+        started = clock()
+        rollouts = sample(server, step)
+        sampled = clock()
+        batch = make_batch(rollouts, model, teacher, args.correction)
+        numbers = train(model, optimizer, batch, args)
+        trained = clock()
+        if step % (args.stale + 1) == 0:
+            sync_weights(model, server)
+        seconds["generation"] += sampled - started
+        seconds["training"] += trained - sampled
+        seconds["sync"] += clock() - trained
+        history.append(numbers)
+        if rank == 0:
+            line = "{reward:8.4f} {mismatch:8.1e} {weight:8.4f} {lowest:8.4f} to {highest:.4f} "
+            line += "{clipped:8.4f} {loss:10.6f} {norm:10.6f}"
+            print(f"{step:4} {line.format(**numbers)}", flush=True)
+
+    sync_weights(model, server)
+    after = accuracy(server)
+    total_seconds = sum(seconds.values())
+    tokens = sum(numbers["tokens"] for numbers in history)
+    summary = {
+        "script": f"10_post_training/{Path(__file__).name}",
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        "world_size": world_size,
+        "dtype": "fp32",
+        "parameters": sum(weight.numel() for weight in server.parameters()),
+        "steps": STEPS,
+        "tokens": tokens,  # of answers
+        "tokens_per_second": tokens / total_seconds,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None,
+        "seconds": total_seconds,
+        "seconds_by_part": seconds,
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "history": history,
+    }
+    if rank == 0:
+        print(f"held-out accuracy {before:.3f} before, {after:.3f} after")
+        shares = ", ".join(f"{part} {seconds[part] / total_seconds:.0%}" for part in seconds)
+        print(f"{shares} of {total_seconds:.1f} s, {tokens / total_seconds:,.0f} tokens/s")
+        if args.json:
+            args.json.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    check(server, history, before, after, args)
+    dist.destroy_process_group()
+    if DEVICE == "cpu":
+        # Skip interpreter shutdown, where gloo's threads can hang. This skips atexit, too.
+        sys.stdout.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
