@@ -13,7 +13,7 @@ token has its own advantage, and no program has to check answers. Rewards are on
 
 What to look at: the loss. On policy it is an estimate of KL(student || teacher), so it must fall.
 In GRPO the loss means nothing.
-Previous: grpo.py.
+Previous: grpo.py. Next: dpo.py, which learns from pairs of answers.
 """
 
 import argparse
