@@ -56,6 +56,7 @@ from torch.nn.utils import clip_grad_norm_
 from common import cli, hardware, report, runtime
 from lm import chats, lora, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.loss import use_loss
 from training import checkpoint, flags, micro_batch, optim
 from training.batches import PADDING, Batches
 from training.digest import digest
@@ -72,6 +73,7 @@ DEFAULTS = {  # eight steps on 29 pairs; 3 of the 32 are held out
     "weight_decay": 0.0,
     "global_batch_size": 6,
     "steps": 8,
+    "loss": "chunked",
 }
 
 
@@ -258,6 +260,7 @@ def main() -> int:
         lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
+    use_loss(model, args.loss)  # chunked: an eighth of the logits at once
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
         model,

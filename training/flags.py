@@ -59,6 +59,7 @@ REMEMBERED_FLAGS = (
     "steps",
     "compile",
     "checkpointing",
+    "loss",
     "deterministic",
     "save_every",
     "keep",
@@ -150,6 +151,12 @@ class TrainingParser(Parser):
             choices=("none", "full", "selective"),
             default="none",
             help="what backward recomputes",
+        )
+        add(
+            "--loss",
+            choices=("plain", "chunked"),
+            default="plain",
+            help="chunked: an eighth of the logits at once",
         )
         add(
             "--deterministic",
