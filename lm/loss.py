@@ -65,13 +65,13 @@ def one_chunk(
     """
     counted = (targets != PADDING)[:, None]  # [chunk, 1]
     index = targets[:, None].where(counted, 0)
-    logits = F.linear(hidden, weight)  # [chunk, vocabulary]
-    log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+    # One expression, so that 16-bit logits are freed. log_softmax(dtype=) would keep them.
+    log_probabilities = F.log_softmax(F.linear(hidden, weight).float(), dim=-1)
     at_target = log_probabilities.gather(1, index)  # [chunk, 1]
     if hidden_gradient is not None or head_gradient is not None:
-        # softmax - one-hot, in the memory of the logits. expm1(log p) is p - 1, exact near 1.
-        logits_gradient = torch.exp(log_probabilities, out=logits)
-        logits_gradient.scatter_(1, index, at_target.expm1().to(logits.dtype))
+        # softmax - one-hot, [chunk, vocabulary]. expm1(log p) is p - 1, exact near 1.
+        logits_gradient = log_probabilities.exp_().scatter_(1, index, at_target.expm1())
+        logits_gradient = logits_gradient.to(hidden.dtype)
         if hidden_gradient is not None:
             torch.mul(logits_gradient @ weight, counted, out=hidden_gradient)
         if head_gradient is not None:

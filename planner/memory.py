@@ -282,11 +282,11 @@ def logits(rank: Rank) -> Row:
 def chunked_logits(rank: Rank) -> Row:
     """Return the row of the logits if the loss is computed in chunks.
 
-    The logits and log-softmax of one chunk are alive in forward, which also computes the gradients
-    of the hidden states and of a head that is trained. Both stay until backward has used them.
+    Of one chunk the logits and log-softmax are alive in forward, in fp32, 4 + 4 bytes. Forward also
+    computes the gradients of the hidden states and of a head that is trained, which backward uses.
     """
     number = rank.own_tokens * rank.shape.vocab / CHUNKS
-    chunk = (rank.e + 4) * number
+    chunk = 8 * number
     gradients = rank.own_tokens * rank.shape.hidden * rank.e
     if not rank.plan.adapters:
         gradients += rank.embedding * (rank.e if rank.plan.is_fsdp else 4)
@@ -295,7 +295,7 @@ def chunked_logits(rank: Rank) -> Row:
         "loss backward": gradients,
         "evaluation": chunk,
     }
-    words = f"{number:,.0f} logits of a chunk x ({rank.e} + 4) bytes"
+    words = f"{number:,.0f} logits of a chunk x 8 bytes"
     words += f" + {gradients:,.0f} of gradients"
     return Row("logits", cells, f"{words}: {LOSSES['chunked']}")
 

@@ -168,8 +168,8 @@ def loss_seconds(rank: Rank, machine: Machine) -> float:
     gradient, and writes that in their place: 6 bytes a logit. Plain, forward casts to fp32 and
     makes log-softmax, 6 + 8 bytes; backward makes the gradients of log-softmax and logits and casts
     back, 4 + 12 + 6. With the vocabulary on several ranks exp(log-softmax) is a tensor more. In
-    chunks, log-softmax is made of the logits and their gradient of it, 2 x (e + 4). Each chunk also
-    reads and writes the gradient of the head.
+    chunks, forward does the same, and its gradient is log-softmax in place, cast back: 8 + 6. Each
+    chunk also reads and writes the gradient of the head.
     """
     if not rank.has_head:
         return 0.0
@@ -182,7 +182,7 @@ def loss_seconds(rank: Rank, machine: Machine) -> float:
         return head + machine.moved(3 * rank.e * number, measured.LOSS)
     if method == "chunked":
         passes = 0 if rank.plan.adapters else CHUNKS
-        size = 2 * (rank.e + 4) * number + passes * 2 * rank.e * rank.embedding
+        size = (6 + 8 + 8 + 6) * number + passes * 2 * rank.e * rank.embedding
         return head + machine.moved(size)
     bytes_each = 6 + 8 + 4 + 12 + 6
     if method == "parallel":
