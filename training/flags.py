@@ -68,8 +68,9 @@ REMEMBERED_FLAGS = (
     "log_every",
     "tensorboard",
     "wandb",
-    "adapters",  # of 06_fsdp_zero/finetune.py, with save_dtype
+    "adapters",  # of 06_fsdp_zero/finetune.py, with save_dtype and packing
     "save_dtype",
+    "packing",
 )
 
 
