@@ -18,10 +18,7 @@ def unpack(inputs: Tensor, documents: int | None = None) -> tuple[Tensor, dict[s
     `documents`, the most of a row, it is `document_ends`, for a model with `use_varlen`.
     """
     tokens, positions = inputs.unbind(1)
-    if documents is None:
-        mask = document_mask(positions)
-    else:
-        mask = document_ends(positions, documents)
+    mask = document_mask(positions) if documents is None else document_ends(positions, documents)
     return tokens, {"positions": positions, "mask": mask}
 
 

@@ -21,9 +21,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.shape[-1:] == (VOCABULARY,):
-            if result.shape != (CONFIG.hidden_size, VOCABULARY):  # the head
-                self.logits = max(self.logits, result.numel())
+        is_tensor = isinstance(result, torch.Tensor) and result.shape[-1:] == (VOCABULARY,)
+        if is_tensor and result.shape != (CONFIG.hidden_size, VOCABULARY):  # the head has that
+            self.logits = max(self.logits, result.numel())
         return result
 
 
