@@ -48,6 +48,7 @@ def load_training_objects(args, rank, world_size, device):
     # YOURS: these modules are for the language model only.
     from lm import data, shapes, weights
     from lm.activation_checkpointing import checkpoint_blocks
+    from lm.loss import use_loss
     from lm.sample import sample_text
 
     shapes.use_recipe(args)  # --seq-len, --lr and --warmup-steps, if they are not given
@@ -58,6 +59,7 @@ def load_training_objects(args, rank, world_size, device):
     config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
+    use_loss(model, args.loss)  # plain, or chunk by chunk
     return TrainingObjects(
         model=model,
         name=args.model,

@@ -1,5 +1,6 @@
 """Read the rows of chats, and write what a fine-tuning run leaves behind."""
 
+import bisect
 import hashlib
 import json
 import math
@@ -83,20 +84,122 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:
         """Return a micro-batch: DataLoader calls this one."""
-        length = max(len(self.rows[i].tokens) - 1 for i in chosen)
+        length = max(map(self.length, chosen))
         return [self.__getitem__(i, length) for i in chosen]
+
+    def length(self, i: int) -> int:
+        """Return the number of inputs in a row."""
+        return len(self.rows[i].tokens) - 1
 
     def mean_length(self) -> float:
         """Return the mean number of inputs in a row."""
-        return sum(len(row.tokens) - 1 for row in self.rows) / len(self.rows)
+        return sum(map(self.length, range(len(self)))) / len(self)
 
     def longest(self) -> int:
         """Return the number of inputs in the longest row."""
-        return max(len(row.tokens) - 1 for row in self.rows)
+        return max(map(self.length, range(len(self))))
 
     def target_count(self, chosen: list[int]) -> int:
         """Return the number of targets in these rows."""
         return sum(int(self.rows[i].counts[1:].sum()) for i in chosen)
+
+    def padding_share(self, micro_batch_size: int) -> float:
+        """Return how much of an epoch's inputs is padding, as a share."""
+        lengths = np.array([self.length(i) for i in range(len(self))])
+        np.random.default_rng(0).shuffle(lengths)
+        computed = 0
+        for first in range(0, len(lengths), micro_batch_size):
+            micro_batch = lengths[first : first + micro_batch_size]
+            computed += len(micro_batch) * int(micro_batch.max())
+        return 1 - int(lengths.sum()) / computed
+
+
+class PackedRows(torch.utils.data.Dataset):
+    """Packed rows as (inputs, targets): inputs are tokens and positions, int64 [2, longest].
+
+    A packed row has the inputs of several rows, one behind the other. Positions begin at 0 for
+    each of them, and for the padding behind the last. All packed rows have the longest one's
+    length, so that torch.compile compiles for one length.
+    """
+
+    def __init__(self, rows: list[Row], seq_len: int) -> None:
+        self.unpacked = Rows(rows, seq_len)
+        lengths = [self.unpacked.length(i) for i in range(len(rows))]
+        self.packed = best_fit(lengths, seq_len)
+        self.lengths = [sum(lengths[i] for i in members) for members in self.packed]
+        self.size = max(self.lengths, default=0)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        inputs = []
+        targets = []
+        positions = []
+        for row in self.packed[i]:
+            length = self.unpacked.length(row)
+            row_inputs, row_targets = self.unpacked.__getitem__(row, length)
+            inputs.append(row_inputs)
+            targets.append(row_targets)
+            positions.append(torch.arange(length))
+        missing = self.size - self.lengths[i]
+        # 0, 1, 1, ...: padding may have more tokens than a model has positions
+        positions.append(torch.arange(missing).clamp(max=1))
+        padded_inputs = F.pad(torch.cat(inputs), (0, missing))
+        padded_targets = F.pad(torch.cat(targets), (0, missing), value=PADDING)
+        return torch.stack((padded_inputs, torch.cat(positions))), padded_targets
+
+    def mean_length(self) -> float:
+        """Return the mean number of inputs in a packed row, without padding."""
+        return sum(self.lengths) / len(self.lengths)
+
+    def longest(self) -> int:
+        """Return the number of inputs in the longest packed row."""
+        return self.size
+
+    def most_documents(self) -> int:
+        """Return the largest number of rows in a packed row. Padding counts as one."""
+        return max(len(members) for members in self.packed) + 1
+
+    def target_count(self, chosen: list[int]) -> int:
+        """Return the number of targets in these packed rows."""
+        return sum(self.unpacked.target_count(self.packed[i]) for i in chosen)
+
+    def padding_share(self) -> float:
+        """Return how much of the inputs is padding, as a share."""
+        return 1 - self.mean_length() / self.size
+
+
+def print_padding(rows: Rows, packed: PackedRows, micro_batch_size: int) -> dict[str, float]:
+    """Print how much of the inputs is padding, and return it, unpacked and packed, as shares."""
+    before = rows.padding_share(micro_batch_size)
+    after = packed.padding_share()
+    runtime.print0(
+        f"packed: {len(rows)} rows in {len(packed)} of {packed.size:,} tokens; padding is "
+        f"{after:.1%} of the tokens, unpacked it is {before:.1%} of micro-batches of "
+        f"{micro_batch_size}"
+    )
+    return {"unpacked_padding_share": before, "padding_share": after}
+
+
+def best_fit(lengths: list[int], size: int) -> list[list[int]]:
+    """Return packed rows as indices: the longest first, each in the fullest row that has room.
+
+    07_memory_tricks/packing.py has the same by a search of all rows. This one keeps them sorted.
+    """
+    packed: list[list[int]] = []
+    by_room: list[tuple[int, int]] = []  # (room, packed row), sorted
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fullest = bisect.bisect_left(by_room, (lengths[i], -1))
+        if fullest < len(by_room):
+            room, row = by_room.pop(fullest)
+        else:
+            room = size
+            row = len(packed)
+            packed.append([])
+        packed[row].append(i)
+        bisect.insort(by_room, (room - lengths[i], row))
+    return packed
 
 
 class Chats(NamedTuple):

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from common import exits, report, runtime
+from lm.loss import replace_loss
 
 
 def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
@@ -35,29 +36,17 @@ def sharding_mesh(device: torch.device, replicas: int) -> DeviceMesh:
 def compile_loss(model: nn.Module) -> None:
     """Compile the head and the loss of lm.model.Transformer as one function.
 
-    The logits are the largest tensor, and one function reads them less often. Hooks of fully_shard
-    on lm_head gather its weight, and torch.compile cannot trace them. So the forward of lm_head
-    returns the loss if it gets targets, and its hooks run outside of the compiled function.
+    The logits are the largest tensor, and one function reads them less often. torch.compile cannot
+    trace the hooks of fully_shard on lm_head, so they run outside of the compiled function.
     """
-    head = model.lm_head
-    logits = head.forward
 
     @torch.compile(fullgraph=True)
-    def compiled_loss(hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def compiled_loss(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
-            logits(hidden).flatten(0, 1).float(), targets.flatten(), reduction=reduction
+            F.linear(hidden, head).flatten(0, 1).float(), targets.flatten(), reduction=reduction
         )
 
-    def logits_or_loss(hidden: Tensor, targets: Tensor | None = None, reduction="mean") -> Tensor:
-        if targets is None:
-            return logits(hidden)
-        return compiled_loss(hidden, targets, reduction)
-
-    def loss(hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        return head(hidden, targets, reduction)
-
-    head.forward = logits_or_loss
-    model.loss = loss
+    replace_loss(model, compiled_loss)
 
 
 def check_shards(

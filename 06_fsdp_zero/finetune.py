@@ -31,6 +31,7 @@ Previous: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on o
 09_inference/, to serve model/.
 """
 
+import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -54,8 +55,9 @@ from torch.distributed.fsdp import (
 from torch.nn.utils import clip_grad_norm_
 
 from common import cli, hardware, report, runtime
-from lm import chats, lora, shapes, weights
+from lm import chats, lora, packing, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.loss import use_loss
 from training import checkpoint, flags, micro_batch, optim
 from training.batches import PADDING, Batches
 from training.digest import digest
@@ -72,6 +74,7 @@ DEFAULTS = {  # eight steps on 29 pairs; 3 of the 32 are held out
     "weight_decay": 0.0,
     "global_batch_size": 6,
     "steps": 8,
+    "loss": "chunked",
 }
 
 
@@ -185,6 +188,12 @@ def main() -> int:
         "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
     )
     parser.add_argument(
+        "--packing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="put several rows into one of --seq-len tokens, apart from each other",
+    )
+    parser.add_argument(
         "--cpu-offload",
         action="store_true",
         help="weights, gradients, optimizer state in CPU memory",
@@ -232,10 +241,15 @@ def main() -> int:
     inputs = parser.input_paths(args)
     runtime.on_rank0(partial(_finetune.check_folders, args, inputs, mark))
     chat = chats.read_chat_format(args.tokenizer or args.model, date)
+    packed_length = args.seq_len
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     # Rows have unequal lengths: with --compile, torch compiles a block twice, then for any length.
-    train_rows = _finetune.Rows(corpus.train, args.seq_len)
+    rows = _finetune.Rows(corpus.train, args.seq_len)
     held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
+    train_rows = rows
+    if args.packing:  # once, before the first step: epochs and batches are of packed rows
+        train_rows = _finetune.PackedRows(corpus.train, packed_length)
+        args.seq_len = max(args.seq_len, train_rows.longest())
     batches = Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
     # Padding does not count as tokens.
     batches.tokens_per_step = round(args.global_batch_size * batches.train.mean_length())
@@ -244,12 +258,15 @@ def main() -> int:
         args, batches, device, most=None, estimate_flags=estimate_flags
     )
     held_out = batches.evaluation()
+    padding = {}
+    if args.packing:
+        padding = _finetune.print_padding(rows, train_rows, batches.micro_batch_size)
     runtime.print0(
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
     # 3. The model: frozen weights and adapters, or all weights. Each rank holds a shard of each.
-    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, rows.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     if args.adapters:  # before fully_shard, so that A and B are in the group of their block
         # Frozen weights are never updated, so bf16 is enough. A and B get small updates, so they
@@ -258,6 +275,11 @@ def main() -> int:
         lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
+    use_loss(model, args.loss)  # chunked: an eighth of the logits at once
+    most_documents = None  # a mask keeps the chats of a packed row apart
+    if args.packing and device.type == "cuda" and args.dtype == "bf16":
+        packing.use_varlen(model)
+        most_documents = train_rows.most_documents()
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw_cosine(
         model,
@@ -276,6 +298,8 @@ def main() -> int:
     base = {"weights of --model": weights.fingerprint(args.model)}
     settings = flags.settings(args, data=corpus.sha256, model=repr(config), **base)
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
+    if args.packing:
+        settings["--packing"] = train_rows.longest()
     if args.eval_data is not None:
         # other chats for evaluation may be longer, and the run has to resume with them
         settings["--seq-len"] = batches.train.longest()
@@ -310,12 +334,16 @@ def main() -> int:
         target_count = batches.train.target_count(batches.global_batch(step - 1))
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
+            documents = {}
+            if args.packing:  # positions that begin at 0 in each chat, and a mask
+                inputs, documents = packing.unpack(inputs, most_documents)
             with meter.forward():
                 # A micro-batch may have no target. Its sum is then 0; its mean would be NaN.
                 # fully_shard averages gradients over the ranks, and world_size undoes this. Under
                 # HSDP or context parallelism, call set_gradient_divide_factor(1.0) on each FSDP
                 # module, and leave out world_size here and in the logged loss.
-                loss = model(inputs, targets, reduction="sum") * (world_size / target_count)
+                loss_sum = model(inputs, targets, reduction="sum", **documents)
+                loss = loss_sum * (world_size / target_count)
             loss.backward()
             step_loss += loss.detach()
         grad_norm = clip_grad_norm_(model.parameters(), args.clip_norm)
@@ -368,6 +396,7 @@ def main() -> int:
         "val_loss_before": val_loss_before,
         "weights_sha256": digests[0],
         **bytes_per_rank,
+        **padding,
     }
     if step == args.steps:  # also if a signal came in the last step
         save_dtype = runtime.DTYPES[args.save_dtype]

@@ -59,6 +59,7 @@ def load_training_objects(args, rank, world_size, device):
     # YOURS: these modules are for the language model only.
     from lm import data, shapes, weights
     from lm.activation_checkpointing import checkpoint_blocks
+    from lm.loss import use_loss
     from lm.sample import sample_text
 
     shapes.use_recipe(args)  # --seq-len, --lr and --warmup-steps, if they are not given
@@ -70,6 +71,7 @@ def load_training_objects(args, rank, world_size, device):
     config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
+    use_loss(model, args.loss)  # plain, or chunk by chunk
     return TrainingObjects(
         model=model,
         name=args.model,
@@ -109,7 +111,7 @@ def shard_model(model, args, device) -> None:
         if args.compile:
             block.compile(fullgraph=True)
         fully_shard(block, **options)
-    if args.compile:
+    if args.compile and args.loss == "plain":
         compile_loss(model)
     if not model.config.tie_word_embeddings:
         # Two groups, so that embedding and head are not gathered at the same time.

@@ -39,6 +39,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from common import hardware, report, runtime
 from lm import data, shapes, weights, zero
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.loss import use_loss
 from lm.model import Transformer
 from training import flags, micro_batch, optim
 from training.batches import PADDING, Batches
@@ -75,6 +76,7 @@ def load_training_objects(args, rank, world_size, device):
     else:
         model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
+    use_loss(model, args.loss)  # plain, or chunk by chunk
     return TrainingObjects(
         model=model,
         name=args.model,

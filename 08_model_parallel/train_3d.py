@@ -544,6 +544,8 @@ def main() -> int:
         raise exits.UserError(
             "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
         )
+    if args.loss == "chunked":
+        raise exits.UserError("--loss chunked: use 06_fsdp_zero/train_fsdp.py, or plain here")
     runtime.seed_all(args.seed, args.deterministic)
     if args.dry_run or args.world_size:
         return helper.dry_run(args, load_training_objects, make_mesh, parallelize)

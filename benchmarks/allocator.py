@@ -37,6 +37,7 @@ CASES = """
 04_amp/train.py llama-1b seq_len 2048 micro_batch_size 4
 04_amp/train.py llama-1b seq_len 2048 micro_batch_size 4 checkpointing selective
 04_amp/train.py llama-1b seq_len 2048 micro_batch_size 4 checkpointing full
+04_amp/train.py llama-1b seq_len 2048 micro_batch_size 4 loss chunked
 04_amp/train.py llama-1b seq_len 2048 micro_batch_size 2 checkpointing full
 04_amp/train.py llama-1b seq_len 2048 checkpointing full
 04_amp/train.py llama-1b seq_len 2048 micro_batch_size 2 micro_batches 2
@@ -66,6 +67,10 @@ CASES = """
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 compile yes
 06_fsdp_zero/train_fsdp.py llama-124m seq_len 1024 micro_batch_size 16 zero 3 gpus 2 \
     micro_batches 2 compile yes
+06_fsdp_zero/train_fsdp.py llama-1b/2 seq_len 4096 micro_batch_size 4 zero 3
+06_fsdp_zero/train_fsdp.py llama-1b/2 seq_len 4096 micro_batch_size 4 zero 3 loss chunked
+06_fsdp_zero/train_fsdp.py llama-8b/2 seq_len 4096 micro_batch_size 2 zero 3
+06_fsdp_zero/train_fsdp.py llama-8b/2 seq_len 4096 micro_batch_size 2 zero 3 loss chunked
 06_fsdp_zero/train_zero.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 zero 1
 06_fsdp_zero/train_zero.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 zero 2
 06_fsdp_zero/train_zero.py llama-124m seq_len 1024 micro_batch_size 16 gpus 2 zero 3 deepspeed yes
@@ -142,6 +147,8 @@ def script_flags(script: Path, plan: Plan) -> str:
     flags += OWN_FLAGS.get(script.name, "").format(plan=plan)
     if plan.compile:
         flags += " --compile"
+    if plan.loss:
+        flags += f" --loss {plan.loss}"
     return flags
 
 

@@ -72,14 +72,15 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         reduction: str = "mean",
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Return logits or, if targets are given, the loss.
 
         Logits are [batch, tokens, vocab]. targets are [batch, tokens], and targets[:, t] is the
         token that follows input_ids[:, t]. The loss is an fp32 scalar: see `loss`. A stage without
-        a head returns hidden states. positions and cache: see Decoder.
+        a head returns hidden states. positions, cache and mask: see Decoder.
         """
-        hidden = self.model(input_ids, positions, cache)
+        hidden = self.model(input_ids, positions, cache, mask)
         if self.lm_head is None:
             return hidden
         if targets is None:
@@ -130,13 +131,18 @@ class Decoder(nn.Module):
         return self
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states, [batch, tokens, hidden].
 
         input_ids is [batch, tokens]; a stage without embedding takes hidden states instead.
         positions is [batch, tokens], below max_position_embeddings; the default is 0, 1, 2, ...
-        With a cache they must be given.
+        With a cache they must be given. mask: see `attend`. Without one, attention is causal; a
+        cache has its own.
         """
         assert cache is None or positions is not None, "with a cache, give positions"
         x = input_ids
@@ -148,8 +154,9 @@ class Decoder(nn.Module):
         cos = self.rope_cos[rows].unsqueeze(-2).to(x.device)
         sin = self.rope_sin[rows].unsqueeze(-2).to(x.device)
         if cache is None:
+            masks = () if mask is None else (mask,)
             for layer in self.layers.values():
-                x = layer(x, cos, sin)
+                x = layer(x, cos, sin, *masks)
         else:
             mask = cache.mask(positions)
             for name, layer in self.layers.items():
@@ -205,10 +212,10 @@ class Attention(nn.Module):
         """Return [batch, tokens, hidden] for x of the same shape.
 
         cos and sin are rows of rope_tables, [tokens, 1, head_dim] or [batch, tokens, 1, head_dim].
-        Without a cache, attention is causal. With a cache, give both `mask` and `update_cache`, as
+        Without a mask, attention is causal. With a cache, give both `mask` and `update_cache`, as
         KVCache describes them.
         """
-        assert (mask is None) == (update_cache is None), "give both mask and update_cache, or none"
+        assert update_cache is None or mask is not None, "with update_cache, give a mask"
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [batch, tokens, heads, head_dim]
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [batch, tokens, kv_heads, head_dim]
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))

@@ -21,7 +21,7 @@ In a pipeline the blocks are those of the rank's stage.
 from dataclasses import dataclass
 
 from planner import activations
-from planner.plan import LOSSES, OPTIMIZERS, Plan, check
+from planner.plan import CHUNKS, LOSSES, OPTIMIZERS, Plan, check
 from planner.rank import Rank
 from planner.shape import Shape
 
@@ -50,7 +50,7 @@ NCCL_BYTES = 256 * 2**20
 FRAGMENTATION = {"none": 0.10, "selective": 0.15, "full": 0.20}
 BESIDE_LOGITS = 0.45
 # Bytes per logit while the loss runs backward.
-LOSS_BYTES = {"plain": 12, "parallel": 16, "fused": 2, "chunked": 12 / 8}
+LOSS_BYTES = {"plain": 12, "parallel": 16, "fused": 2}
 
 
 @dataclass(frozen=True)
@@ -253,13 +253,15 @@ def logits(rank: Rank) -> Row:
     A plain cross-entropy has the logits and log-softmax in fp32 at the end of forward, 4 + 4 bytes.
     In backward it has log-softmax, its gradient and the logits' gradient, 4 + 4 + 4. With the
     vocabulary on several ranks exp(log-softmax) is one more. Compiled with the head, the loss has
-    logits in 16 bits, and their gradient takes their place. In chunks, an eighth is alive.
+    logits in 16 bits, and their gradient takes their place. In chunks: see chunked_logits.
 
     An evaluation has fp32 logits and log-softmax: only FSDP also evaluates with the compiled loss.
     """
     if not rank.has_head:
         return Row("logits", {}, "this stage has no head")
     method = rank.plan.loss_method
+    if method == "chunked":
+        return chunked_logits(rank)
     number = rank.own_tokens * rank.shape.vocab
     in_backward = LOSS_BYTES[method]
     if method == "fused" and rank.plan.dtype == "fp32":
@@ -275,6 +277,27 @@ def logits(rank: Rank) -> Row:
     }
     words = f"{rank.own_tokens:,.0f} tokens x {rank.shape.vocab:,} x {in_backward:g} bytes"
     return Row("logits", cells, f"{words} at the most: {LOSSES[method]}")
+
+
+def chunked_logits(rank: Rank) -> Row:
+    """Return the row of the logits if the loss is computed in chunks.
+
+    Of one chunk the logits and log-softmax are alive in forward, in fp32, 4 + 4 bytes. Forward also
+    computes the gradients of the hidden states and of a head that is trained, which backward uses.
+    """
+    number = rank.own_tokens * rank.shape.vocab / CHUNKS
+    chunk = 8 * number
+    gradients = rank.own_tokens * rank.shape.hidden * rank.e
+    if not rank.plan.adapters:
+        gradients += rank.embedding * (rank.e if rank.plan.is_fsdp else 4)
+    cells = {
+        "end of forward": chunk + gradients,
+        "loss backward": gradients,
+        "evaluation": chunk,
+    }
+    words = f"{number:,.0f} logits of a chunk x 8 bytes"
+    words += f" + {gradients:,.0f} of gradients"
+    return Row("logits", cells, f"{words}: {LOSSES['chunked']}")
 
 
 def gathered_weights(rank: Rank) -> Row:

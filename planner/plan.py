@@ -18,8 +18,9 @@ LOSSES = {
     "plain": "F.cross_entropy of fp32 logits",
     "fused": "torch.compile of head and loss: the logits stay in 16 bits",
     "parallel": "tensor ranks share the vocabulary (loss_parallel)",
-    "chunked": "head and loss in eight chunks, of which one is alive (chunked_loss.py)",
+    "chunked": "head and loss in eight chunks, of which one is alive (--loss chunked)",
 }
+CHUNKS = 8  # of lm/loss.py, which needs torch
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,11 @@ class Plan:
         """
         if self.loss is not None:
             return self.loss
+        if self.adapters:
+            return "chunked"
         if self.tp > 1:
             return "parallel"
-        if self.compile and self.pp == self.cp == 1 and not self.adapters:
+        if self.compile and self.pp == self.cp == 1:
             return "fused"
         return "plain"
 

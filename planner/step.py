@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from planner import measured
 from planner.machine import Machine, behind
-from planner.plan import Plan, check
+from planner.plan import CHUNKS, Plan, check
 from planner.rank import Rank
 from planner.shape import Shape
 
@@ -167,7 +167,9 @@ def loss_seconds(rank: Rank, machine: Machine) -> float:
     The head is three matmuls. Fused, the loss reads the logits twice, for their sum and for their
     gradient, and writes that in their place: 6 bytes a logit. Plain, forward casts to fp32 and
     makes log-softmax, 6 + 8 bytes; backward makes the gradients of log-softmax and logits and casts
-    back, 4 + 12 + 6. With the vocabulary on several ranks exp(log-softmax) is a tensor more.
+    back, 4 + 12 + 6. With the vocabulary on several ranks exp(log-softmax) is a tensor more. In
+    chunks, forward does the same, and its gradient is log-softmax in place, cast back: 8 + 6. Each
+    chunk also reads and writes the gradient of the head.
     """
     if not rank.has_head:
         return 0.0
@@ -178,6 +180,10 @@ def loss_seconds(rank: Rank, machine: Machine) -> float:
     method = rank.plan.loss_method
     if method == "fused":
         return head + machine.moved(3 * rank.e * number, measured.LOSS)
+    if method == "chunked":
+        passes = 0 if rank.plan.adapters else CHUNKS
+        size = (6 + 8 + 8 + 6) * number + passes * 2 * rank.e * rank.embedding
+        return head + machine.moved(size)
     bytes_each = 6 + 8 + 4 + 12 + 6
     if method == "parallel":
         bytes_each += 8

@@ -82,6 +82,24 @@ def write():
     open("found.json", "w", encoding="utf-8").write(json.dumps(found))
 exits.at_exit.callback(write)
 """
+# writes how often gradients are reduced in each dtype
+REDUCED = """
+import collections, json, os
+from torch.utils._python_dispatch import TorchDispatchMode
+from common import exits
+class Reduced(TorchDispatchMode):
+    counts = collections.Counter()
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if "reduce_scatter" in operator.name():
+            self.counts[str(args[1].dtype)] += 1
+        return operator(*args, **(kwargs or {}))
+reduced = Reduced()
+reduced.__enter__()
+def write():
+    name = f"reduced-{os.environ['RANK']}.json"
+    open(name, "w", encoding="utf-8").write(json.dumps(reduced.counts))
+exits.at_exit.callback(write)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +246,37 @@ def test_killed_and_resumed_on_other_ranks_it_ends_alike_and_saves_adapters_alon
     drop_after(tmp_path, 4)
     other_rank = train(SCRIPT, tmp_path, *flags, "--adapters", 2, "--resume", code=2)
     assert_refused(other_rank, "--adapters")
+
+
+def test_packed_chats_are_trained_as_padded_ones_compiled_on_two_ranks_and_resumed_on_three(
+    tmp_path, folder
+):
+    """Each step takes a whole epoch: 29 rows, or the six packed rows that they are put into."""
+    flags = ("--model", folder, "--data", PAIRS, "--adapters", RANK, "--lr", LR, "--steps", 2)
+    padded_flags = ("--global-batch-size", 29, "--seq-len", 128)
+    padded = train(SCRIPT, tmp_path / "padded", *flags, *padded_flags)
+    packed_flags = (*flags, "--global-batch-size", 6, "--packing", "--seq-len", 345)
+    script = with_prelude(SCRIPT, tmp_path, NO_COMPILER)
+    packed = train(script, tmp_path, *packed_flags, "--save-every", 1, "--compile", nproc=2)
+    drop_after(tmp_path, 1)
+    resumed = train(SCRIPT, tmp_path, *packed_flags, "--resume", "--no-compile", nproc=3)
+    for column in ("loss", "grad_norm", "val_loss"):
+        expected = padded.column(column)
+        assert packed.column(column) == pytest.approx(expected, rel=1e-5), column
+        assert resumed.column(column) == pytest.approx(expected, rel=1e-5), column
+    # of 6 x 345 tokens, and of micro-batches of two rows
+    assert resumed.summary["padding_share"] == pytest.approx(0.045, abs=1e-3)
+    assert resumed.summary["unpacked_padding_share"] == pytest.approx(0.056, abs=1e-3)
+
+
+def test_gradients_of_adapters_beside_frozen_bf16_weights_are_reduced_in_fp32(tmp_path, folder):
+    """fully_shard takes a group's reduce_dtype at its first forward, from what is trained then."""
+    script = with_prelude(SCRIPT, tmp_path, REDUCED)
+    flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--steps", 1, "--dtype", "bf16")
+    train(script, tmp_path, *flags, "--adapters", RANK, "--global-batch-size", 2, nproc=2)
+    for rank in (0, 1):
+        counts = json.loads((tmp_path / f"reduced-{rank}.json").read_text(encoding="utf-8"))
+        assert counts == {"torch.float32": TINY["num_hidden_layers"]}
 
 
 # few templates of the hub have them, and transformers' masks need them

@@ -69,7 +69,10 @@ MICRO_BATCHES = 3  # of each of four ranks, then: 12 sequences in a step
 ENDS_A_STEP = 2  # all-reduces: the loss for the log, and whether a rank was asked to stop
 CASES = {  # tied embeddings, flags
     "sharded": (True, ()),
-    "kept until backward": (False, ("--reshard-after-forward", "off", *ACCUMULATED)),
+    "kept until backward": (
+        False,
+        ("--reshard-after-forward", "off", "--loss", "chunked", *ACCUMULATED),
+    ),
     "two copies": (False, ("--replicate", 2, *ACCUMULATED)),
     "all flags": (
         True,

@@ -48,6 +48,7 @@ TWELVE = ("--steps", STEPS)
 EVERY_STEP = (*TWELVE, "--save-every", 1, "--keep", 100)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0, "--clip-norm", 0.01)
 DDP, *OTHERS = SEVERAL
+TRAIN_3D = "08_model_parallel/train_3d.py"
 TRAIN_ZERO = "06_fsdp_zero/train_zero.py"
 FINETUNE = "06_fsdp_zero/finetune.py"
 CHATS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
@@ -116,11 +117,14 @@ def test_one_process_equals_the_baseline_to_the_bit(runs, script, n):
         *(in_full(script, 2, 2) for script in OTHERS),
     ],
 )
-def test_micro_batches_equal_one_batch(runs, tmp_path, corpus, script, n, micro):
+def test_micro_batches_and_chunks_of_the_loss_equal_one_batch(
+    runs, tmp_path, corpus, script, n, micro
+):
     baseline = runs(BASELINE, None)
-    result = train(
-        script, tmp_path, "--micro-batch-size", micro, "--data", corpus, *EVERY_STEP, nproc=n
-    )
+    flags = ("--micro-batch-size", micro, "--data", corpus, *EVERY_STEP)
+    if script != TRAIN_3D:
+        flags += ("--loss", "chunked")
+    result = train(script, tmp_path, *flags, nproc=n)
     assert_same_curve(baseline, result)
     assert_same_gradients(tmp_path, baseline.folder)
 

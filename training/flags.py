@@ -59,6 +59,7 @@ REMEMBERED_FLAGS = (
     "steps",
     "compile",
     "checkpointing",
+    "loss",
     "deterministic",
     "save_every",
     "keep",
@@ -67,8 +68,9 @@ REMEMBERED_FLAGS = (
     "log_every",
     "tensorboard",
     "wandb",
-    "adapters",  # of 06_fsdp_zero/finetune.py, with save_dtype
+    "adapters",  # of 06_fsdp_zero/finetune.py, with save_dtype and packing
     "save_dtype",
+    "packing",
 )
 
 
@@ -150,6 +152,12 @@ class TrainingParser(Parser):
             choices=("none", "full", "selective"),
             default="none",
             help="what backward recomputes",
+        )
+        add(
+            "--loss",
+            choices=("plain", "chunked"),
+            default="plain",
+            help="chunked: an eighth of the logits at once",
         )
         add(
             "--deterministic",

@@ -329,6 +329,8 @@ def estimate_command(args, device: torch.device, flags: str) -> str:
     if device_name in hardware.devices():
         command += ["--device", device_name]
     command.append("--compile" if args.compile else "--no-compile")
+    if args.loss != "plain":  # without the flag, the estimate knows what --compile does with it
+        command += ["--loss", args.loss]
     for name in ESTIMATED_FLAGS:
         if hasattr(args, name):
             command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
