@@ -259,12 +259,13 @@ def main() -> int:
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     shard_model(model, args, device)
-    optimizer, scheduler = optim.adamw_cosine(
+    optimizer, scheduler = optim.adamw(
         model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
+        schedule=args.schedule,
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)

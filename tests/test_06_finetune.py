@@ -26,7 +26,7 @@ from support.harness import (
 
 from lm import chats, lora, shapes, weights
 from training.batches import PADDING, Batches
-from training.optim import warmup_cosine
+from training.optim import lr_factor
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
@@ -142,7 +142,7 @@ def train_theirs(theirs, rows: list[dict], steps: int, lr: float, folder: Path) 
         (p for p in theirs.parameters() if p.requires_grad), lr, (0.9, 0.95), weight_decay=0
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_cosine(step, WARMUP, steps)
+        optimizer, lambda step: lr_factor(step, "cosine", WARMUP, steps)
     )
     how = {
         "per_device_train_batch_size": 1,

@@ -45,6 +45,7 @@ FIXED_FLAGS = (
     "seq_len",
     "global_batch_size",
     "lr",
+    "schedule",
     "warmup_steps",
     "weight_decay",
     "clip_norm",
@@ -127,6 +128,12 @@ class TrainingParser(Parser):
         )
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
+        add(
+            "--schedule",
+            choices=("constant", "linear", "cosine"),
+            default="cosine",
+            help="learning rate after the warm-up: it falls to 0 (linear) or a tenth (cosine)",
+        )
         add("--weight-decay", type=not_negative, default=0.1)
         add(
             "--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any"

@@ -46,6 +46,7 @@ def read_run(folder: Path) -> dict[str, dict]:
         found[name] = value if isinstance(value, dict) else {}
     if not {"--model", "--data", "--seed"} <= found["settings"].keys():
         return {"settings": {}, "flags": {}}
+    found["settings"].setdefault("--schedule", "cosine")  # version 0.3.0 had no other
     return found
 
 
