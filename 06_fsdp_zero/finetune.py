@@ -343,6 +343,9 @@ def main() -> int:
     if stop:
         meter.print_stop(stop, step, args.keep)
 
+    best_step = None
+    if args.keep_best and step == args.steps:
+        best_step = checkpoint.load_best(run, **training)
     answers = answer(model) if step == args.steps else []
 
     # 6. Check that the trained weights are fp32 and the same on all ranks.
@@ -367,6 +370,7 @@ def main() -> int:
     # 7. Write the folders for other programs, and the summary.
     receipt = {
         "val_loss_before": val_loss_before,
+        "best_step": best_step,
         "weights_sha256": digests[0],
         **bytes_per_rank,
     }

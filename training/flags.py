@@ -63,6 +63,7 @@ REMEMBERED_FLAGS = (
     "deterministic",
     "save_every",
     "keep",
+    "keep_best",
     "async_save",
     "eval_every",
     "log_every",
@@ -179,6 +180,12 @@ class TrainingParser(Parser):
         )
         add("--keep", type=natural, default=3, help="newest checkpoints to keep (0: save none)")
         add(
+            "--keep-best",
+            action=argparse.BooleanOptionalAction,
+            default=False,
+            help="keep the checkpoint with the lowest held-out loss, too",
+        )
+        add(
             "--async-save",
             action=argparse.BooleanOptionalAction,
             default=False,
@@ -234,6 +241,8 @@ class TrainingParser(Parser):
                     args.given.add(name)
         _fill(args, default_flags(on_gpu=uses_gpu(args.device), model=args.model))
         _fill(args, SMALL)
+        if args.keep_best:
+            check_keep_best(args)
         check_packages(tensorboard=args.tensorboard, wandb=args.wandb)
         self.check_outputs(args)  # again, with the flags of the run that is resumed
         return args
@@ -291,6 +300,17 @@ def uses_gpu(device: str) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= (7, 0)
+
+
+def check_keep_best(args: argparse.Namespace) -> None:
+    """Raise UserError for --keep-best if checkpoints are not saved, or not evaluated."""
+    is_evaluated = args.eval_every and args.save_every and args.save_every % args.eval_every == 0
+    if not is_evaluated or args.keep == 0:
+        raise UserError(
+            f"--keep-best compares checkpoints by their held-out loss: --save-every "
+            f"{args.save_every} has to be a multiple of --eval-every {args.eval_every}, both at "
+            f"least 1, and --keep {args.keep} at least 1"
+        )
 
 
 def remembered_flags(args: argparse.Namespace, micro_batch_size: int | None) -> dict:
