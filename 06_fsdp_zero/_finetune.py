@@ -6,6 +6,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,8 +67,11 @@ class Rows(torch.utils.data.Dataset):
     longest row.
     """
 
-    def __init__(self, rows: list[Row], seq_len: int) -> None:
+    def __init__(
+        self, rows: list[Row], seq_len: int, mixture: list[tuple[int, float]] | None = None
+    ) -> None:
         self.rows = rows
+        self.mixture = mixture  # for Batches
         self.seq_len = seq_len
 
     def __len__(self) -> int:
@@ -99,21 +103,17 @@ class Rows(torch.utils.data.Dataset):
         return sum(int(self.rows[i].counts[1:].sum()) for i in chosen)
 
 
-class Chats(NamedTuple):
-    """The chats of a file, by their hash: copies of a chat have the same hash."""
+@dataclass
+class Chats:
+    """The chats in the files of a flag."""
 
-    conversations: dict[str, Conversation]
-    rows: dict[str, list[Row]]
-    left_out: dict[str, list[str]]  # places of rows, by the reason
-    behind_answers: list[str]  # places of chats that go on behind their last answer
-    longest_left_out: int
-
-    def all_rows(self) -> list[Row]:
-        """Return the rows of all chats."""
-        rows = []
-        for rows_of_chat in self.rows.values():
-            rows.extend(rows_of_chat)
-        return rows
+    # By their hash: copies of a chat have the same hash.
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+    # With the hash of the chat and the number of its file.
+    rows: list[tuple[str, int, Row]] = field(default_factory=list)
+    # Places, by what is left out there.
+    left_out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    longest_left_out: int = 0  # inputs
 
 
 def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[Conversation]]:
@@ -124,82 +124,109 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
     12 chats on, hold out at least QUESTIONS. Lower args.seq_len to the longest row.
     Raise UserError for a chat that cannot be used, and if there are too few.
     """
-    chats = read_chats(args.data, "--data", args.seq_len, chat, chat_rows)
-    print_left_out("--data", chats)
+    chats = read_chats("--data", args, chat, chat_rows)
     if args.eval_data is None:
-        train_rows, held_out_rows, held_out = hold_out_chats(args, chats)
-        train_chats = len(chats.rows) - len(held_out)
-        sha256 = hash_of_rows(train_rows + held_out_rows)
+        held_out = hold_out_chats(chats)
+        held_out_rows = [row for key, _, row in sorted_by_chat(chats.rows) if key in held_out]
+        train = [entry for entry in chats.rows if entry[0] not in held_out]
+        if not train and len(chats.rows) > 1:
+            # Copies of one chat, as in a trial.
+            train = chats.rows
+            runtime.print0(f"--data {args.data}: all chats are equal, also what is held out")
     else:
-        eval_chats = read_chats(args.eval_data, "--eval-data", args.seq_len, chat, chat_rows)
-        print_left_out("--eval-data", eval_chats)
+        eval_chats = read_chats("--eval-data", args, chat, chat_rows)
         check_eval_chats(args, chats, eval_chats)
-        train_rows = chats.all_rows()
-        held_out_rows = eval_chats.all_rows()
-        held_out = list(eval_chats.conversations.values())
-        train_chats = len(chats.rows)
-        # the hash tells which rows are trained on: a run must not resume with 5 % held out
-        sha256 = f"all of {hash_of_rows(train_rows)}"
+        held_out = eval_chats.conversations
+        held_out_rows = [row for _, _, row in eval_chats.rows]
+        train = chats.rows
         data.check_same_eval_data(args.eval_data, hash_of_rows(held_out_rows))
 
+    train_rows = [row for _, _, row in train]
     check_enough(args, train_rows, held_out_rows, chats)
-    print_rows(chat, train_rows, train_chats)
+    print_rows(chat, train_rows, len({key for key, _, _ in train}))
     longest = max(len(row.tokens) - 1 for row in train_rows + held_out_rows)
     args.seq_len = min(args.seq_len, longest)
-    return data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha256), held_out
+
+    mixture = mixture_of(args, train)
+    if args.eval_data is None:
+        sha256 = hash_of_rows(train_rows + held_out_rows)
+    else:
+        # the hash tells which rows are trained on: a run must not resume with 5 % held out
+        sha256 = f"all of {hash_of_rows(train_rows)}"
+    if mixture is not None:
+        sha256 += f" mixed {mixture}"
+    corpus = data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha256, mixture=mixture)
+    return corpus, list(held_out.values())
 
 
-def read_chats(file: str, flag: str, seq_len: int, chat: Chat, chat_rows: Callable) -> Chats:
-    """Return the chats of a file, with rows of at most `seq_len` inputs.
+def read_chats(flag: str, args, chat: Chat, chat_rows: Callable) -> Chats:
+    """Return the chats in the files of `flag`, with rows of at most --seq-len inputs.
 
-    Raise UserError, with the name of `flag`, for a chat that cannot be used.
+    Print what is left out. Raise UserError for a chat that cannot be used.
     """
-    chats = Chats({}, defaultdict(list), defaultdict(list), [], 0)
-    longest_left_out = 0
-    for where, record in read_records(file, flag):
-        try:
-            conversation = read_conversation(record)
-            check_keys(chat, conversation)
-            found = chat_rows(chat, *conversation)
-            check_texts(chat, conversation)
-        except Exception as error:  # a template may raise any exception
-            reason = str(error) or repr(error)
-            raise exits.UserError(f"{flag} {file}, {where}: {reason}") from None
-        if not found:
-            chats.left_out["without an answer of the role assistant"].append(where)
-        elif conversation.messages[-1]["role"] != "assistant":
-            chats.behind_answers.append(where)
-        key = hash_of(conversation)
-        for ids, counts in found:
-            if len(ids) - 1 > seq_len:
-                chats.left_out[f"longer than --seq-len {seq_len}"].append(where)
-                longest_left_out = max(longest_left_out, len(ids) - 1)
-            else:
-                chats.conversations[key] = conversation
-                chats.rows[key].append(Row(np.array(ids, np.int32), np.array(counts)))
-    return chats._replace(longest_left_out=longest_left_out)
+    value = args.data if flag == "--data" else args.eval_data
+    names = [name for name, _ in cli.split_mixture(flag, value)]
+    chats = Chats()
+    for number, file in enumerate(names):
+        for where, record in read_records(file, flag):
+            try:
+                conversation = read_conversation(record)
+                check_keys(chat, conversation)
+                rows = chat_rows(chat, *conversation)
+                check_texts(chat, conversation)
+            except Exception as error:  # a template may raise any exception
+                reason = str(error) or repr(error)
+                raise exits.UserError(f"{flag} {file}, {where}: {reason}") from None
+
+            place = where if len(names) == 1 else f"{file}, {where}"
+            if not rows:
+                chats.left_out["rows without an answer of the role assistant"].append(place)
+            elif conversation.messages[-1]["role"] != "assistant":
+                chats.left_out["messages behind the last answer"].append(place)
+            key = hash_of(conversation)
+            for ids, counts in rows:
+                length = len(ids) - 1
+                if length > args.seq_len:
+                    chats.left_out[f"rows longer than --seq-len {args.seq_len}"].append(place)
+                    chats.longest_left_out = max(chats.longest_left_out, length)
+                else:
+                    chats.conversations[key] = conversation
+                    row = Row(np.array(ids, np.int32), np.array(counts))
+                    chats.rows.append((key, number, row))
+    print_left_out(f"{flag} {value}", chats)
+    return chats
 
 
-def hold_out_chats(args, chats: Chats) -> tuple[list[Row], list[Row], list[Conversation]]:
-    """Return the rows to train on, the held-out rows and the held-out conversations."""
-    rows = chats.rows
-    count = max(math.ceil(len(rows) * stdlib_text.HELD_OUT), min(QUESTIONS, len(rows) // 4))
-    held_out = sorted(rows)[:count]
-    train_rows = []
-    held_out_rows = []
-    held_out_keys = set(held_out)
-    for key in rows:
-        if key not in held_out_keys:
-            train_rows.extend(rows[key])
-    for key in held_out:
-        held_out_rows.extend(rows[key])
-    rows_of_one = len({row.tokens.tobytes() for row in held_out_rows})
-    if len(rows) == 1 and len(held_out_rows) > rows_of_one:
-        # Copies of one chat, as in a trial: train on all copies but the last.
-        train_rows = held_out_rows[:-rows_of_one]
-        held_out_rows = held_out_rows[-rows_of_one:]
-        runtime.print0(f"--data {args.data}: all chats are equal, also the one that is held out")
-    return train_rows, held_out_rows, [chats.conversations[key] for key in held_out]
+def hold_out_chats(chats: Chats) -> dict[str, Conversation]:
+    """Return the chats to hold out, by their hash."""
+    count = len(chats.conversations)
+    held_out_count = max(math.ceil(count * stdlib_text.HELD_OUT), min(QUESTIONS, count // 4))
+    keys = sorted(chats.conversations)[:held_out_count]
+    return {key: chats.conversations[key] for key in keys}
+
+
+def sorted_by_chat(rows: list[tuple[str, int, Row]]) -> list[tuple[str, int, Row]]:
+    """Return rows in the order of the hashes of their chats."""
+    return sorted(rows, key=lambda entry: entry[0])
+
+
+def mixture_of(args, train: list[tuple[str, int, Row]]) -> list[tuple[int, float]] | None:
+    """Return the number of rows and the weight of each file of --data; None without weights.
+
+    Raise UserError for a file without a row to train on.
+    """
+    parts = cli.split_mixture("--data", args.data)
+    if parts[0][1] is None:
+        return None
+    mixture = []
+    for number, (name, weight) in enumerate(parts):
+        count = sum(1 for _, part, _ in train if part == number)
+        if count == 0:
+            raise exits.UserError(
+                f"--data {args.data}: {name} has no row to train on: leave it out"
+            )
+        mixture.append((count, weight))
+    return mixture
 
 
 def check_eval_chats(args, chats: Chats, eval_chats: Chats) -> None:
@@ -213,13 +240,14 @@ def check_eval_chats(args, chats: Chats, eval_chats: Chats) -> None:
         for reason, places in eval_chats.left_out.items():
             reasons += f", {len(places)} {reason}"
         raise exits.UserError(f"{flag} has no row to evaluate on{reasons}: add other chats")
-    common = len(chats.rows.keys() & eval_chats.rows.keys())
-    if common == len(eval_chats.rows):
+    count = len(eval_chats.conversations)
+    common = len(chats.conversations.keys() & eval_chats.conversations.keys())
+    if common == count:
         raise exits.UserError(
             f"{flag}: all its chats are also in --data {args.data}, and would be trained on: "
             "use other chats, or leave out --eval-data, which holds out 5 % of --data"
         )
-    runtime.print0(f"{flag}: {len(eval_chats.rows)} chats held out")
+    runtime.print0(f"{flag}: {count} chats held out")
     if common:
         runtime.print0(f"  {common} of them are also in --data {args.data}, and are trained on")
 
@@ -242,26 +270,14 @@ def hash_of(conversation: Conversation) -> str:
 
 
 def print_left_out(flag: str, chats: Chats) -> None:
-    """Print how many rows are left out, for which reason, and where ten of them are."""
-    for reason, places in chats.left_out.items():
-        count = len(places)
-        runtime.print0(f"left out of {flag}: {count} rows {reason}: {first_places(places)}")
+    """Print what is left out, and ten of the places."""
+    for what, places in chats.left_out.items():
+        some = ", ".join(places[:10])
+        if len(places) > 10:
+            some += ", ..."
+        runtime.print0(f"left out of {flag}: {len(places)} {what}: {some}")
     if chats.longest_left_out:
         runtime.print0(f"  --seq-len {chats.longest_left_out} would take them all")
-    places = chats.behind_answers
-    if places:
-        runtime.print0(
-            f"left out of {flag}: what follows the last answer of {len(places)} chats, which no "
-            f"answer depends on: {first_places(places)}"
-        )
-
-
-def first_places(places: list[str]) -> str:
-    """Return ten of the places."""
-    some = ", ".join(places[:10])
-    if len(places) > 10:
-        some += ", ..."
-    return some
 
 
 def check_enough(args, train_rows: list[Row], held_out_rows: list[Row], chats: Chats) -> None:

@@ -234,7 +234,7 @@ def main() -> int:
     chat = chats.read_chat_format(args.tokenizer or args.model, date)
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     # Rows have unequal lengths: with --compile, torch compiles a block twice, then for any length.
-    train_rows = _finetune.Rows(corpus.train, args.seq_len)
+    train_rows = _finetune.Rows(corpus.train, args.seq_len, corpus.mixture)
     held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
     batches = Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
     # Padding does not count as tokens.

@@ -663,7 +663,7 @@ def test_texts_that_are_changed_or_read_and_thoughts_are_not_refused(tmp_path, m
     (*rows, _), out = rows_of(tmp_path, text, model.folder)
     expected = [[f"yes{IM}no{IM}"], [f"yes{IM}"], [f"yes{IM}"], [f"yes{IM}"]]
     assert [targets(model, of_chat) for of_chat in rows] == expected
-    [told] = [line for line in out.splitlines() if "follows the last answer" in line]
+    [told] = [line for line in out.splitlines() if "behind the last answer" in line]
     assert told.endswith("line 4")
 
 

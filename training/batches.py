@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.exits import UserError
+from training.mixture import Mixture
 
 EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
 PADDING = -100  # a target that the loss ignores: ignore_index of F.cross_entropy
@@ -52,6 +53,8 @@ class Batches:
     Positions 0 to 9 are the first epoch. The second epoch starts in the middle of step 1. Of four
     ranks, each reads one micro-batch per step: in step 0, rank 0 reads [0, 1], rank 1 reads [2, 3],
     rank 2 reads [4, 5], and rank 3 reads [6, 7].
+
+    A mixture of data sets has another order of its positions: see training/mixture.py.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Batches:
         Args:
             train: The training samples, a Dataset with a length. A sample is a pair of tensors
                 (inputs, targets). The samples have equal shapes, except where the Dataset has a
-                method __getitems__ that pads the samples of a micro-batch to equal shapes.
+                method __getitems__ that pads the samples of a micro-batch to equal shapes. If it
+                has an attribute `mixture`, the samples of several data sets follow each other, and
+                the attribute is their numbers and weights, for training.mixture.Mixture.
             held_out: The samples of the evaluation, all of equal shapes. The loss must ignore
                 targets that are PADDING.
             args: The flags global_batch_size, micro_batch_size, seed and seq_len. If
@@ -103,6 +108,10 @@ class Batches:
         _, targets = held_out[0]
         self.tokens_per_step = self.global_batch_size * targets.numel()
 
+        self.mixture = None
+        parts = getattr(train, "mixture", None)
+        if parts is not None:
+            self.mixture = Mixture(parts, args.seed)
         # Keep the orders of two epochs: a step can read the end of one and the start of the next.
         self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
 
@@ -133,6 +142,9 @@ class Batches:
         start = step * self.global_batch_size
         indices = []
         for position in range(start, start + self.global_batch_size):
+            if self.mixture is not None:
+                indices.append(self.mixture.index(position))
+                continue
             epoch, place = divmod(position, len(self.train))
             indices.append(int(self._order_of_epoch(epoch)[place]))
         return indices

@@ -79,6 +79,7 @@ class TrainingParser(Parser):
 
     names = Parser.names | set(MODEL_NAMES)
     folders_of_outputs = frozenset({"--run-dir"})
+    mixtures = frozenset({"--data", "--eval-data"})
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
@@ -92,7 +93,8 @@ class TrainingParser(Parser):
         add(
             "--data",
             default="stdlib",
-            help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's",
+            help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's; "
+            "several: A,B (all of each), A:0.7,B:0.3 (mixed by weight)",
         )
         add(
             "--eval-data",
