@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.exits import UserError
+from common.runtime import print0
 from training.mixture import Mixture
 
 EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
@@ -71,7 +72,8 @@ class Batches:
             held_out: The samples of the evaluation, all of equal shapes. The loss must ignore
                 targets that are PADDING.
             args: The flags global_batch_size, micro_batch_size, seed and seq_len. If
-                micro_batch_size is None, a rank reads its share as one micro-batch.
+                micro_batch_size is None, a rank reads its share as one micro-batch. If there is
+                epochs, and it is not None, this sets steps to that many epochs.
             rank: The data-parallel index of this rank. Ranks that hold parts of the same model, as
                 in tensor parallelism, read the same samples and pass the same index.
             world_size: The number of data-parallel indices.
@@ -108,6 +110,8 @@ class Batches:
         _, targets = held_out[0]
         self.tokens_per_step = self.global_batch_size * targets.numel()
 
+        if getattr(args, "epochs", None):
+            self._set_steps(args)
         self.mixture = None
         parts = getattr(train, "mixture", None)
         if parts is not None:
@@ -119,6 +123,20 @@ class Batches:
     def accumulation_steps(self) -> int:
         """Return how many micro-batches this rank reads per optimizer step."""
         return self.samples_per_rank // self.micro_batch_size
+
+    def _set_steps(self, args) -> None:
+        """Set args.steps to the number of steps in args.epochs epochs, rounded up."""
+        if getattr(self.train, "mixture", None) is not None:
+            raise UserError(
+                f"--epochs {args.epochs:g}: each part of a mixture has epochs of its own: use "
+                "--steps, or --data without weights"
+            )
+        samples = round(args.epochs * len(self.train), 6)
+        args.steps = math.ceil(samples / self.global_batch_size)
+        print0(
+            f"--epochs {args.epochs:g} of {len(self.train):,} training samples: {args.steps:,} "
+            f"steps of {self.global_batch_size}"
+        )
 
     def _check_length(
         self, flag: str, part: str, samples: Dataset, needed: int, seq_len: int

@@ -122,13 +122,20 @@ class TrainingParser(Parser):
         )
         add("--num-workers", type=processes, default=0, help="data loading processes per rank")
 
-        add = self.add_argument_group("optimization").add_argument
-        add(
+        optimization = self.add_argument_group("optimization")
+        length = optimization.add_mutually_exclusive_group()
+        length.add_argument(
             "--steps",
             type=positive_int,
             help="optimizer steps; may grow on --resume "
             f"(default: {ON_CPU.steps}, on a GPU without --model {ON_GPU.steps})",
         )
+        length.add_argument(
+            "--epochs",
+            type=positive,
+            help="in place of --steps: how often to train on each sample of --data",
+        )
+        add = optimization.add_argument
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add(
