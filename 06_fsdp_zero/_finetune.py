@@ -1,5 +1,6 @@
 """Read the rows of chats, and write what a fine-tuning run leaves behind."""
 
+import argparse
 import hashlib
 import json
 import math
@@ -46,7 +47,6 @@ ADAPTER = "adapter"
 FOLDERS = (MODEL, ADAPTER)
 QUESTIONS = 3
 ANSWER_TOKENS = 8  # each one takes a forward over everything before it
-ALPHA_PER_RANK = 2  # alpha / rank scales the adapter's output
 LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
 
 
@@ -371,13 +371,14 @@ def questions(
 
 @torch.no_grad()
 def greedy(
-    forward: Callable, prompts: list[list[int]], stops: frozenset[int], device
+    net: nn.Module, prompts: list[list[int]], stops: frozenset[int], device
 ) -> list[list[int]]:
     """Return at most ANSWER_TOKENS of the likeliest tokens behind each prompt.
 
     All prompts are one batch, without a cache. Every rank has to call this, because a sharded model
     gathers its weights in forward; all continue with the tokens of rank 0.
     """
+    net.eval()
     answers = [[] for _ in prompts]
 
     def is_done(answer: list[int]) -> bool:
@@ -389,7 +390,7 @@ def greedy(
             rows.append(torch.tensor(prompt + answer))
         # padded at the end, where causal attention does not look
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = forward(tokens.to(device))  # [prompts, tokens, vocabulary]
+        logits = net(tokens.to(device))  # [prompts, tokens, vocabulary]
         chosen = []
         for row, row_logits in zip(rows, logits, strict=True):
             chosen.append(row_logits[len(row) - 1].argmax())
@@ -398,7 +399,39 @@ def greedy(
         for answer, token in zip(answers, next_tokens.tolist(), strict=True):
             if not is_done(answer):
                 answer.append(token)
+    net.train()
     return answers
+
+
+def check_adapter_flags(args) -> None:
+    """Set the flags of adapters that are not given. Raise UserError for flags of no adapters."""
+    if args.adapters:
+        args.alpha = args.alpha or 2 * args.adapters
+        args.dropout = args.dropout or 0.0
+        args.target_modules = args.target_modules or lora.TARGET_MODULES
+        return
+    for flag in ("alpha", "dropout", "target_modules"):
+        if getattr(args, flag) is not None:
+            raise exits.UserError(
+                f"--{flag.replace('_', '-')} is of adapters, and --adapters is 0: leave it out"
+            )
+
+
+def target_modules(text: str) -> tuple[str, ...]:
+    """Return the names of layers in `text`, in the order of a block.
+
+    Raise argparse's error for a name that no block has.
+    """
+    if text == "all-linear":
+        return lora.TARGET_MODULES
+    names = text.split(",")
+    for name in names:
+        if name not in lora.TARGET_MODULES:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no linear layer of a block: use all-linear, or some of "
+                f"{','.join(lora.TARGET_MODULES)}"
+            )
+    return tuple(name for name in lora.TARGET_MODULES if name in names)
 
 
 def print_answers(
@@ -506,7 +539,8 @@ def write_adapter_folder(
         unfinished,
         base=os.path.abspath(args.model),  # peft may load it from any directory
         rank=args.adapters,
-        alpha=ALPHA_PER_RANK * args.adapters,
+        alpha=args.alpha,
+        dropout=args.dropout,
     )
     if chat.save_tokenizer is not None:
         chat.save_tokenizer(unfinished)

@@ -182,6 +182,23 @@ def main() -> int:
         help="rank of A and B; 0: no adapters (default: 16; 0 for a model without weights)",
     )
     parser.add_argument(
+        "--alpha",
+        type=cli.positive,
+        help="the output of an adapter is scaled by alpha / rank (default: 2 x rank)",
+    )
+    parser.add_argument(
+        "--dropout",
+        type=cli.share,
+        help="of the input of adapters; drawn for each rank, so the losses depend on the number of "
+        "ranks (default: 0)",
+    )
+    parser.add_argument(
+        "--target-modules",
+        type=_finetune.target_modules,
+        metavar="NAMES",
+        help="layers with adapters, such as q_proj,v_proj (default: all-linear)",
+    )
+    parser.add_argument(
         "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
     )
     parser.add_argument(
@@ -199,6 +216,7 @@ def main() -> int:
         raise exits.UserError(
             f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0"
         )
+    _finetune.check_adapter_flags(args)
     if not args.lr:
         args.lr = shapes.recipe(args.model).lr
         if args.adapters:
@@ -255,7 +273,13 @@ def main() -> int:
         # Frozen weights are never updated, so bf16 is enough. A and B get small updates, so they
         # stay fp32.
         model.to(runtime.DTYPES[args.dtype])
-        lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
+        lora.adapt(
+            model,
+            rank=args.adapters,
+            alpha=args.alpha,
+            dropout=args.dropout,
+            target_modules=args.target_modules,
+        )
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     shard_model(model, args, device)
@@ -277,6 +301,10 @@ def main() -> int:
     base = {"weights of --model": weights.fingerprint(args.model)}
     settings = flags.settings(args, data=corpus.sha256, model=repr(config), **base)
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
+    if args.adapters:
+        settings["--alpha"] = args.alpha
+        settings["--dropout"] = args.dropout
+        settings["--target-modules"] = ",".join(args.target_modules)
     if args.eval_data is not None:
         # other chats for evaluation may be longer, and the run has to resume with them
         settings["--seq-len"] = batches.train.longest()

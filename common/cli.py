@@ -193,6 +193,11 @@ def not_negative(text: str) -> float:
     return _number(text, float, 0, sys.float_info.max, "a number of at least 0")
 
 
+def share(text: str) -> float:
+    """Return the number in `text`. Raise argparse's error unless it is from 0 to below 1."""
+    return _number(text, float, 0, 1 - sys.float_info.epsilon, "a number from 0 to below 1")
+
+
 def _number(text: str, kind: type[Number], least: float, most: float, description: str) -> Number:
     """Convert `text` to int or float, or raise argparse's error, which names what is allowed."""
     try:

@@ -107,7 +107,9 @@ def test_a_mixture_has_its_weights_in_each_thousand_on_any_ranks_and_after_a_res
     assert same.sha256 == corpus.sha256
     assert len({corpus.sha256, *hashes}) == 3
     whole = data.load_corpus(",".join(names), "bytes")
-    assert len(whole.train) + len(whole.held_out) == 8 * sum(sizes.values()) + 6  # and an end for each side
+    assert (
+        len(whole.train) + len(whole.held_out) == 8 * sum(sizes.values()) + 6
+    )  # and an end for each side
 
 
 MIXTURES_REFUSED = {

@@ -69,7 +69,10 @@ REMEMBERED_FLAGS = (
     "log_every",
     "tensorboard",
     "wandb",
-    "adapters",  # of 06_fsdp_zero/finetune.py, with save_dtype
+    "adapters",  # this and what follows, of 06_fsdp_zero/finetune.py
+    "alpha",
+    "dropout",
+    "target_modules",
     "save_dtype",
 )
 

@@ -48,7 +48,15 @@ def read_run(folder: Path) -> dict[str, dict]:
         found[name] = value if isinstance(value, dict) else {}
     if not {"--model", "--data", "--seed"} <= found["settings"].keys():
         return {"settings": {}, "flags": {}}
-    found["settings"].setdefault("--schedule", "cosine")  # version 0.3.0 had no other
+    # What version 0.3.0 had, without a flag.
+    settings = found["settings"]
+    settings.setdefault("--schedule", "cosine")
+    if settings.get("--adapters"):
+        settings.setdefault("--alpha", 2 * settings["--adapters"])
+        settings.setdefault("--dropout", 0.0)
+        settings.setdefault(
+            "--target-modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+        )
     return found
 
 
