@@ -185,14 +185,17 @@ def read_chats(flag: str, args, chat: Chat, chat_rows: Callable) -> Chats:
                 chats.left_out["messages behind the last answer"].append(place)
             key = hash_of(conversation)
             for ids, counts in rows:
-                length = len(ids) - 1
-                if length > args.seq_len:
-                    chats.left_out[f"rows longer than --seq-len {args.seq_len}"].append(place)
-                    chats.longest_left_out = max(chats.longest_left_out, length)
-                else:
-                    chats.conversations[key] = conversation
-                    row = Row(np.array(ids, np.int32), np.array(counts))
-                    chats.rows.append((key, number, row))
+                if len(ids) - 1 > args.seq_len:
+                    chats.longest_left_out = max(chats.longest_left_out, len(ids) - 1)
+                    ids = ids[: args.seq_len + 1]
+                    counts = counts[: args.seq_len + 1]
+                    if args.too_long == "skip" or not any(counts[1:]):
+                        chats.left_out[f"rows longer than --seq-len {args.seq_len}"].append(place)
+                        continue
+                    chats.left_out[f"ends of rows, cut to --seq-len {args.seq_len}"].append(place)
+                chats.conversations[key] = conversation
+                row = Row(np.array(ids, np.int32), np.array(counts))
+                chats.rows.append((key, number, row))
     print_left_out(f"{flag} {value}", chats)
     return chats
 

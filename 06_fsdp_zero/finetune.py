@@ -199,6 +199,12 @@ def main() -> int:
         help="layers with adapters, such as q_proj,v_proj (default: all-linear)",
     )
     parser.add_argument(
+        "--too-long",
+        choices=("skip", "cut"),
+        default="skip",
+        help="what to do with a row longer than --seq-len: leave it out, or cut its end",
+    )
+    parser.add_argument(
         "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
     )
     parser.add_argument(

@@ -519,11 +519,30 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, case):
     assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), *words)
 
 
+def longest_row(chats: list) -> int:
+    """Return the number of inputs in the longest row."""
+    return max(len(ids) - 1 for [[ids, _]] in chats)
+
+
 def test_rows_that_are_all_too_long_say_which_length_would_do(tmp_path, expected):
-    longest = max(len(ids) - 1 for [[ids, _]] in expected)
+    longest = longest_row(expected)
     (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
     flags = (*FLAGS, "--model", "nano", "--seq-len", 8)
     assert_refused(run(SCRIPT, tmp_path, *flags), "--seq-len 8", f"raise --seq-len to {longest}")
+
+
+def test_rows_that_are_too_long_are_cut_and_counted(tmp_path, expected):
+    """A row whose first answer begins behind --seq-len would have no target: it is left out."""
+    longest = {"prompt": "q" * longest_row(expected), "completion": "yes"}
+    (tmp_path / "chats.jsonl").write_text(GOOD + lines([longest]), encoding="utf-8")
+    length = longest_row(expected) - 2
+    flags = (*FLAGS, "--model", "nano", "--seq-len", length, "--too-long", "cut", "--steps", 1)
+    result = run(SCRIPT, tmp_path, *flags, "--keep", 0)
+    assert result.code == 0, result
+    told = [line for line in result.out.splitlines() if line.startswith("left out")]
+    assert told[0].endswith(f"3 ends of rows, cut to --seq-len {length}: line 1, line 2, line 3")
+    assert told[1].endswith(f"1 rows longer than --seq-len {length}: line 4")
+    assert f"2 rows, {2 * (length + 1)} tokens" in result.out  # one is held out
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
     args = Namespace(
         data=str(PAIRS),
         eval_data=None,
+        too_long="skip",
         seq_len=128,
         global_batch_size=BATCH,
         micro_batch_size=None,

@@ -73,6 +73,7 @@ REMEMBERED_FLAGS = (
     "alpha",
     "dropout",
     "target_modules",
+    "too_long",
     "save_dtype",
 )
 
