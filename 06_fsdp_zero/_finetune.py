@@ -46,6 +46,7 @@ MODEL = "model"  # what finetune.py writes into the folder of a run
 ADAPTER = "adapter"
 FOLDERS = (MODEL, ADAPTER)
 QUESTIONS = 3
+PROMPT_TOKENS = 32  # of a text
 ANSWER_TOKENS = 8  # each one takes a forward over everything before it
 LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
 
@@ -172,7 +173,7 @@ def read_chats(flag: str, args, chat: Chat, chat_rows: Callable) -> Chats:
             try:
                 conversation = read_conversation(record)
                 check_keys(chat, conversation)
-                rows = chat_rows(chat, *conversation)
+                rows = rows_of(chat, conversation, chat_rows)
                 check_texts(chat, conversation)
             except Exception as error:  # a template may raise any exception
                 reason = str(error) or repr(error)
@@ -181,7 +182,7 @@ def read_chats(flag: str, args, chat: Chat, chat_rows: Callable) -> Chats:
             place = where if len(names) == 1 else f"{file}, {where}"
             if not rows:
                 chats.left_out["rows without an answer of the role assistant"].append(place)
-            elif conversation.messages[-1]["role"] != "assistant":
+            elif conversation.messages and conversation.messages[-1]["role"] != "assistant":
                 chats.left_out["messages behind the last answer"].append(place)
             key = hash_of(conversation)
             for ids, counts in rows:
@@ -198,6 +199,19 @@ def read_chats(flag: str, args, chat: Chat, chat_rows: Callable) -> Chats:
                 chats.rows.append((key, number, row))
     print_left_out(f"{flag} {value}", chats)
     return chats
+
+
+def rows_of(
+    chat: Chat, conversation: Conversation, chat_rows: Callable
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the rows of a conversation. A text that is no chat is one row of targets."""
+    messages, tools, first_answer, text = conversation
+    if text is None:
+        return chat_rows(chat, messages, tools, first_answer)
+    ids = chat.encode_text(text)
+    if ids[-1:] != [chat.end]:
+        ids = [*ids, chat.end]
+    return [(ids, [True] * len(ids))]
 
 
 def hold_out_chats(chats: Chats) -> dict[str, Conversation]:
@@ -266,7 +280,7 @@ def hash_of_rows(rows: list[Row]) -> str:
 
 def hash_of(conversation: Conversation) -> str:
     """Return the SHA-256 of a conversation."""
-    content = conversation.messages
+    content = conversation.messages or conversation.text
     if conversation.tools:
         content = [content, conversation.tools]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -357,13 +371,17 @@ def init_adapters(net: nn.Module, seed: int) -> None:
 def questions(
     chat: Chat, conversations: list[Conversation], config: shapes.Config
 ) -> list[list[int]]:
-    """Return the ids of the first prompt of some conversations.
+    """Return the ids of the first prompt of some conversations, and of the beginnings of texts.
 
     A prompt that leaves no room for an answer loses its beginning.
     """
     longest = config.max_position_embeddings - ANSWER_TOKENS
     prompts = []
-    for messages, tools, first_answer in conversations[:QUESTIONS]:
+    for messages, tools, first_answer, text in conversations[:QUESTIONS]:
+        if text is not None:
+            ids = chat.encode_text(text)
+            prompts.append(ids[: min(PROMPT_TOKENS, len(ids) // 2 + 1)])
+            continue
         roles = [message["role"] for message in messages]
         position = roles.index("assistant", first_answer)
         prompt_text, _ = render_answer(chat, messages, position, tools)

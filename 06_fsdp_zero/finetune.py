@@ -18,7 +18,8 @@ The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with 
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and may
-have "tools". 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are held out,
+have "tools". ShareGPT's and Alpaca's keys are read, too, and {"text"}, of which each token is a
+target. 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are held out,
 and all chats of --data are trained on. Without flags the script takes eight steps on the pairs of
 07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
 nano on bytes.

@@ -28,11 +28,12 @@ from lm.tokenizer import (
 )
 
 FORM = (
-    'a chat is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, with "tools"'
-    " if it has any"
+    'a line is {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"instruction", '
+    '"input", "output"} or {"text"}, with "tools" if a chat has any'
 )
 LISTS = ("messages", "conversations")
-KEYS = (*LISTS, "prompt", "completion", "tools")
+ALPACA = {"instruction", "input", "output", "text"}
+KEYS = {*LISTS, "prompt", "completion", "tools", *ALPACA}
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 MESSAGE_KEYS = {"from": "role", "value": "content"}  # ShareGPT's names
 # keys that name a speaker or a call: a template may ignore them, since they hold no text
@@ -90,19 +91,26 @@ class Conversation(NamedTuple):
 
     Messages before number `first_answer` are context. The assistant may be among them, but nobody
     asks the model for these answers, so they are no targets.
+
+    A text that is no chat has no messages. All its tokens are targets.
     """
 
     messages: list[dict]
     tools: list[dict] | None = None
     first_answer: int = 1
+    text: str | None = None
 
 
 def read_conversation(record: object) -> Conversation:
     """Return the conversation in a JSON object. Raise ValueError for any other content.
 
-    For example {"prompt": "hi", "completion": "hello"} and {"conversations": [{"from": "human",
-    "value": "hi"}, {"from": "gpt", "value": "hello"}]} both have the messages [{"role": "user",
-    "content": "hi"}, {"role": "assistant", "content": "hello"}].
+    These all have the messages [{"role": "user", "content": "hi"}, {"role": "assistant",
+    "content": "hello"}]:
+
+        {"prompt": "hi", "completion": "hello"}
+        {"instruction": "hi", "input": "", "output": "hello"}    Alpaca's
+        {"conversations": [{"from": "human", "value": "hi"},
+                           {"from": "gpt", "value": "hello"}]}   ShareGPT's
     """
     if not isinstance(record, dict):
         raise ValueError(f"{FORM}, not {shorten(record)}")
@@ -121,7 +129,29 @@ def read_conversation(record: object) -> Conversation:
         prompt = read_messages(record["prompt"], role="user")
         completion = read_messages(record["completion"], role="assistant")
         return Conversation(prompt + completion, tools, first_answer=max(1, len(prompt)))
+    if set(record) == {"text"} and not tools:
+        return Conversation([], text=read_text(record, "text"))
+    if {"instruction", "output"} <= set(record) <= ALPACA:
+        # Stanford's file also has a "text", which repeats the others.
+        question = read_text(record, "instruction")
+        if record.get("input"):
+            question += "\n" + read_text(record, "input")
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": read_text(record, "output")},
+        ]
+        return Conversation(messages, tools)
     raise ValueError(f"{FORM}, not the keys {', '.join(record) or 'of an empty object'}")
+
+
+def read_text(record: dict, key: str) -> str:
+    """Return the text under a key. Raise ValueError if it is empty or no text."""
+    text = record[key]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f"{key!r} is a text that is not empty, not {shorten(text)}: remove the line"
+        )
+    return text
 
 
 def shorten(value: object) -> str:
@@ -248,6 +278,7 @@ class Chat:
     template: Callable[[list[dict] | None], str]
     render: Callable[..., str]
     encode: Callable[[str], list[int]]
+    encode_text: Callable[[str], list[int]]  # also bos, where the tokenizer adds it by itself
     decode: Callable[[list[int]], str]
     end: int  # the tokenizer's eos
     stops: frozenset[int]  # ids at which generation stops: some models have several
@@ -320,6 +351,7 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
         template=template,
         render=render,
         encode=partial(tokenizer.encode, add_special_tokens=False, verbose=False),
+        encode_text=partial(tokenizer.encode, verbose=False),
         decode=tokenizer.decode,
         end=tokenizer.eos_token_id,
         stops=stops,
@@ -349,13 +381,19 @@ def ids_before_text(tokenizer, where: str) -> tuple[int, ...]:
     return tuple(ids[:text_begins])
 
 
+def byte_ids(text: str) -> list[int]:
+    """Return the bytes of a text as token ids."""
+    return list(text.encode())
+
+
 def byte_chat() -> Chat:
     """Return the format of a model that reads bytes: lines that end with a byte 0."""
     end = 0
     return Chat(
         template=plain_template,
         render=partial(render_plainly, end=chr(end)),
-        encode=lambda text: list(text.encode()),
+        encode=byte_ids,
+        encode_text=byte_ids,
         decode=lambda ids: bytes(ids).decode(errors="replace"),
         end=end,
         stops=frozenset([end]),
@@ -439,7 +477,7 @@ def check_texts(chat: Chat, conversation: Conversation) -> None:
     A template passes over roles that it does not know, or over all messages but the last. So each
     text gets another end, and then the template has to write another text.
     """
-    messages, tools, first_answer = conversation
+    messages, tools, first_answer, _ = conversation
     roles = [message["role"] for message in messages]
     answers = [i for i in range(first_answer, len(roles)) if roles[i] == "assistant"]
     if not answers:

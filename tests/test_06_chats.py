@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import (
     ROOT,
@@ -17,6 +18,8 @@ from support.harness import (
     run,
     with_prelude,
 )
+
+from lm.chats import read_chat_format, read_conversation
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 MARKS = [
@@ -420,6 +423,12 @@ SAME_CHATS = {
     "one array": json.dumps(MESSAGES),
     "an array over several lines": "\n" + json.dumps(PAIRS, indent=1),
     "an array behind a byte order mark": b"\xef\xbb\xbf" + json.dumps(PAIRS).encode(),
+    "Alpaca": lines(
+        [{"instruction": q["content"], "input": "", "output": a["content"]} for q, a in CHATS]
+    ),
+    "Alpaca, with the text that repeats it": lines(
+        [{"instruction": q["content"], "output": a["content"], "text": "both"} for q, a in CHATS]
+    ),
     "ShareGPT": lines(
         [{"conversations": renamed(m, "from", "value", SHAREGPT)} for m in CHATS],
     ),
@@ -456,7 +465,9 @@ LINE_4 = {  # the fourth line, and what the message has to name
         "chat_template_kwargs",
     ),
     "a system prompt beside the chat": ({"conversations": CHATS[0], "system": "x"}, "system"),
-    "Alpaca": ({"instruction": "a", "input": "", "output": "b"}, "instruction"),
+    "Alpaca's history": ({"instruction": "a", "output": "b", "history": []}, "history"),
+    "an answer that is empty": ({"instruction": "a", "input": "", "output": ""}, "output"),
+    "a text that is none": ({"text": ["a"]}, "text"),
     "an unknown key of a message": (
         {"messages": [CHATS[0][0], {**CHATS[0][1], "weight": 0}]},
         "weight",
@@ -534,7 +545,8 @@ def test_rows_that_are_all_too_long_say_which_length_would_do(tmp_path, expected
 def test_rows_that_are_too_long_are_cut_and_counted(tmp_path, expected):
     """A row whose first answer begins behind --seq-len would have no target: it is left out."""
     longest = {"prompt": "q" * longest_row(expected), "completion": "yes"}
-    (tmp_path / "chats.jsonl").write_text(GOOD + lines([longest]), encoding="utf-8")
+    text = GOOD + lines([longest, {"text": "no chat"}])
+    (tmp_path / "chats.jsonl").write_text(text, encoding="utf-8")
     length = longest_row(expected) - 2
     flags = (*FLAGS, "--model", "nano", "--seq-len", length, "--too-long", "cut", "--steps", 1)
     result = run(SCRIPT, tmp_path, *flags, "--keep", 0)
@@ -542,7 +554,16 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path, expected):
     told = [line for line in result.out.splitlines() if line.startswith("left out")]
     assert told[0].endswith(f"3 ends of rows, cut to --seq-len {length}: line 1, line 2, line 3")
     assert told[1].endswith(f"1 rows longer than --seq-len {length}: line 4")
-    assert f"2 rows, {2 * (length + 1)} tokens" in result.out  # one is held out
+    assert "an epoch: 3 chats, 3 rows" in result.out  # one is held out
+
+
+def test_a_text_is_what_the_tokenizer_makes_of_it_and_an_end(models):
+    model = models(CHATML, before="<s>")
+    helper = load("06_fsdp_zero/_finetune.py")
+    chat_format = read_chat_format(str(model.folder))
+    [(ids, counts)] = helper.rows_of(chat_format, read_conversation({"text": "two tt"}), None)
+    assert model.tokenizer.decode(ids) == "<s>two tt<eos>"
+    assert all(counts)
 
 
 @pytest.mark.parametrize(

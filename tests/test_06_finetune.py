@@ -366,7 +366,7 @@ PAIR = '{"prompt": "a", "completion": "b"}\n'
 REFUSALS = {  # lines of --data, flags, what the message has to name
     "no file": (None, "", ("chats.jsonl",)),
     "not json": (8 * PAIR + "hello", "", ("line 9",)),
-    "no chat": ('{"text": "a"}\n', "", ("line 1",)),
+    "no chat": ('{"texts": "a"}\n', "", ("line 1",)),
     "an answer that is no text": ('{"prompt": "a", "completion": 3}\n', "", ("line 1",)),
     "too few": (3 * PAIR, "", ("--data", "--global-batch-size")),
     "all too long": (8 * PAIR, "--seq-len 4", ("--seq-len 4",)),
