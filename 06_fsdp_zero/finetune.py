@@ -1,6 +1,7 @@
-"""Fine-tune your own model on your own chats, on one or many GPUs: LoRA adapters, or all weights.
+"""Fine-tune a dense Llama, Mistral, Qwen2 or Qwen3; for other models take TRL or axolotl.
 
-The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with three changes.
+It trains on your chats, on one or many GPUs: LoRA adapters, or all weights. This is train_fsdp.py
+with three changes.
 
 1. The model's chat template turns a chat into tokens. Only answers of the assistant are targets.
 2. Rows have unequal numbers of targets. A mean of the ranks' means would weight them wrongly. Each
@@ -22,7 +23,7 @@ have "tools". ShareGPT's and Alpaca's keys are read, too, and {"text"}, of which
 target. 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are held out,
 and all chats of --data are trained on. Without flags the script takes eight steps on the pairs of
 07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
-nano on bytes.
+nano on bytes, from random weights.
 
 What to look at: the size of an epoch; which tokens of the first row are targets; three held-out
 questions, answered before and after. The run's folder has adapter/ for peft, model/ for programs
@@ -82,7 +83,7 @@ def encode_answer(
     """Return the ids of a prompt, and the ids that the model has to answer with.
 
     position: index of the answer in messages. The prompt's ids are those that the model is asked
-    with. The last ids of the answer make generation stop.
+    with. The last ids of the answer make generation stop. Raise ValueError if they do not.
 
         [..., {"role": "assistant", "content": "hello"}]
         prompt  ... <|im_start|> assistant \\n
@@ -94,8 +95,11 @@ def encode_answer(
     answer = turn[len(prompt) :]
     if turn[: len(prompt)] != prompt:  # a token reaches across the border
         answer = chats.encode_apart(chat, answer_text)
-    if not chat.has_end(answer) and not chats.ends_with_marker(chat, answer_text):
-        answer = answer + chats.encode_end(chat, messages, position, tools)
+    if not chat.has_end(answer):
+        raise ValueError(
+            f"message {position + 1}: the chat template writes no token behind the answer at which"
+            " generation stops: write {{ eos_token }} there"
+        )
     return [*chat.start, *prompt], answer
 
 
@@ -117,37 +121,21 @@ def chat_rows(
     answer (Qwen3's removes its thoughts), the prompt does not, and a new row begins.
 
     first_answer: index of the first message that can be an answer.
-    Raise ValueError if the template writes an answer that does not follow its prompt.
+    Raise ValueError if the template writes an answer that does not follow its prompt or never ends.
     """
     rows = []
     for position in range(first_answer, len(messages)):
         if messages[position]["role"] != "assistant":
             continue
         prompt, answer = encode_answer(chat, messages, position, tools)
-        earlier_targets = []
+        targets = [False] * len(prompt)
         if rows:
-            row, targets = rows[-1]
-            continued = continued_length(chat, row, prompt)
-            if continued > 0:
-                earlier_targets = targets[:continued]
+            row, earlier_targets = rows[-1]
+            if prompt[: len(row)] == row:  # the prompt continues the row
+                targets[: len(row)] = earlier_targets
                 rows.pop()
-        no_targets = [False] * (len(prompt) - len(earlier_targets))
-        rows.append((prompt + answer, earlier_targets + no_targets + [True] * len(answer)))
+        rows.append((prompt + answer, targets + [True] * len(answer)))
     return rows
-
-
-def continued_length(chat: chats.Chat, row: list[int], prompt: list[int]) -> int:
-    """Return how many ids of the row to keep: all, all but a final eos, or 0.
-
-    Phi-3's template ends the last turn with <|end|> and eos, and earlier turns with <|end|> alone.
-    Then the prompt continues the row without its eos.
-    """
-    if prompt[: len(row)] == row:
-        return len(row)
-    without_eos = row[:-1]
-    if row[-1] != chat.end or not chat.has_end(without_eos):
-        return 0
-    return len(without_eos) if prompt[: len(without_eos)] == without_eos else 0
 
 
 def shard_model(model, args, device) -> None:

@@ -39,12 +39,7 @@ MESSAGE_KEYS = {"from": "role", "value": "content"}  # ShareGPT's names
 # keys that name a speaker or a call: a template may ignore them, since they hold no text
 NAMES = ("role", "content", "name", "tool_call_id")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-PROBE_ANSWER = "xyzzy"  # in no template
-PROBE = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": PROBE_ANSWER},
-    {"role": "user", "content": "bye"},
-]
+PROBE = "xyzzy"  # in no template
 
 
 # 1 The file: JSON objects, then conversations
@@ -524,7 +519,7 @@ def all_are_rendered(
     changed = list(messages)
     words = []
     for number, (position, key) in enumerate(places):
-        word = f"{PROBE_ANSWER}{number}{PROBE_ANSWER}"
+        word = f"{PROBE}{number}{PROBE}"
         words.append(word)
         message = changed[position]
         changed[position] = message | {key: message[key] + word}
@@ -546,7 +541,7 @@ def is_rendered(
     """Return whether the template writes another text than `rendered` if one text is longer."""
     message = messages[position]
     changed = list(messages)
-    changed[position] = message | {key: message[key] + PROBE_ANSWER}
+    changed[position] = message | {key: message[key] + PROBE}
     try:
         return chat.render(changed, tools=tools) != rendered
     except Exception:  # the template reads the text, since it fails at this one
@@ -633,46 +628,3 @@ def thoughts_of(message: dict) -> str:
     if not closed:
         return ""
     return thoughts.strip().removeprefix("<think>").strip("\n")
-
-
-def ends_with_marker(chat: Chat, answer: str) -> bool:
-    """Return whether an answer ends with text that the chat template writes behind each answer.
-
-    Such a marker, for example "### End", need not be a token of the tokenizer.
-    """
-    turn = chat.render(PROBE[:2])
-    marker = turn.rpartition(PROBE_ANSWER)[2].strip()
-    return marker != "" and answer.rstrip().endswith(marker)
-
-
-def encode_end(
-    chat: Chat, messages: list[dict], position: int, tools: list[dict] | None
-) -> list[int]:
-    """Return the ids with which the next turn begins, for templates that do not end an answer.
-
-    GLM-4's template writes <|user|> next, or <|observation|> after a tool call, and generation
-    stops there. Raise ValueError if the next turn begins with no special token.
-    """
-    before = PROBE[:2]
-    after = PROBE
-    if "tool_calls" in messages[position]:
-        before = messages[: position + 1]
-        result = {"role": "tool", "content": "done"}
-        if position + 1 < len(messages) and messages[position + 1]["role"] == "tool":
-            result = messages[position + 1]
-        after = [*before, result]
-    else:
-        tools = None
-    text_before = chat.render(before, tools=tools)
-    text_after = chat.render(after, tools=tools)
-    if text_after.startswith(text_before):
-        ids = chat.encode(text_after[len(text_before) :])
-        for count in range(1, len(ids) + 1):
-            if chat.has_end(ids[:count]):
-                return ids[:count]
-            if chat.decode(ids[:count]).strip():
-                break
-    raise ValueError(
-        f"message {position + 1}: the chat template writes no token behind the answer at which"
-        " generation stops: write {{ eos_token }} there"
-    )

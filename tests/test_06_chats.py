@@ -23,8 +23,7 @@ from lm.chats import read_chat_format, read_conversation
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 MARKS = [
-    *("<s>", "<eos>", "<|im_start|>", "<|im_end|>", "<|end|>", "[BOT]", "[USER]"),
-    *("<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<s>", "<eos>", "<|im_start|>", "<|im_end|>", "[BOT]", "[USER]"),
 ]
 
 # the script writes the rows of each chat to rows.json, and ends
@@ -58,20 +57,6 @@ TOOLS = (
     "{{ call.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# the last turn ends with eos too, as Phi-3's
-LAST_EOS = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
-# nothing behind an answer: the next turn's marker ends it, as GLM-4's
-NO_END = (
-    "<s>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{% else %}<|{{ m.role }}|>"
-    "{% endif %}{{ '\n' }}{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>"
-    "{{ call.function.name }}</call>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-# the same, with a line break before the marker
-NO_END_SPACE = NO_END.replace("{% endfor %}{% if add", "{{ '\n' }}{% endfor %}{% if add")
 # tool calls count only if there is no content, which transformers does not tell from none
 LEAVES_OUT = TOOLS.replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
 # the prompt opens thoughts, and the rendered answer has none, as DeepSeek R1's
@@ -98,12 +83,12 @@ REWRITES = (
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# the answer ends in text that is no token
-TEXT_END = (
-    "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n### end\n{% endfor %}"
+# nothing ends an answer, or a text that is no token
+NEVER_ENDS = (
+    "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}### assistant\n{% endif %}"
 )
-NEVER_ENDS = TEXT_END.replace("\n### end", "")
+TEXT_END = NEVER_ENDS.replace("{% endfor", "### end\n{% endfor")
 
 
 def message(role: str, content: str | None, **more) -> dict:
@@ -258,16 +243,6 @@ ROWS = {
             ([message("user", "q"), THOUGHT], [f"yes{IM}"]),
         ],
     ),
-    "only eos differs": (
-        LAST_EOS,
-        [
-            (TWICE, ["yes<|end|>\nno<|end|>\n<eos>"]),
-            (
-                chat("q", "yes", "r", "no", "s", "so"),
-                ["yes<|end|>\nno<|end|>\nso<|end|>\n<eos>"],
-            ),
-        ],
-    ),
     "earlier answers are rewritten": (
         REWRITES,
         [
@@ -278,16 +253,6 @@ ROWS = {
             ),
         ],
     ),
-    "the next turn ends an answer": (
-        NO_END,
-        [
-            (TWICE, ["yes<|user|>no<|user|>"]),
-            (CALLED, ["<call>sun</call><|observation|>sunny<|user|>"]),
-            (CALLED[:2], ["<call>sun</call><|observation|>"]),
-        ],
-    ),
-    "the next turn, behind white space": (NO_END_SPACE, [(TWICE, ["yes\n<|user|>no\n<|user|>"])]),
-    "text that is no token": (TEXT_END, [(TWICE, ["yes\n### end\nno\n### end\n"])]),
     "tool calls without content": (
         TOOLS,
         [(CALLED, [f'<call>sun {{"at": "sea"}}</call>{IM}sunny{IM}'])],
@@ -570,6 +535,7 @@ def test_a_text_is_what_the_tokenizer_makes_of_it_and_an_end(models):
     ("template", "word"),
     [
         (NEVER_ENDS, "eos_token"),
+        (TEXT_END, "eos_token"),
         ("{{ raise_exception('first a system message') }}", "first a system message"),
         (CHATML.replace("assistant\n{% endif", "helper\n{% endif"), "generation prompt"),
         (CHATML + "{{ 1 + 'a' }}", "line 1"),
