@@ -51,7 +51,100 @@ ANSWER_TOKENS = 8  # each one takes a forward over everything before it
 LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
 
 
-# 1 Rows: what a training step reads
+# 1 Flags
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that other training scripts do not have."""
+    parser.add_argument(
+        "--adapters",
+        type=cli.natural,
+        help="rank of A and B; 0: no adapters (default: 16; 0 for a model without weights)",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=cli.positive,
+        help="the output of an adapter is scaled by alpha / rank (default: 2 x rank)",
+    )
+    parser.add_argument(
+        "--dropout",
+        type=cli.share,
+        help="of the input of adapters; drawn for each rank, so the losses depend on the number of "
+        "ranks (default: 0)",
+    )
+    parser.add_argument(
+        "--target-modules",
+        type=target_modules,
+        metavar="NAMES",
+        help="layers with adapters, such as q_proj,v_proj (default: all-linear)",
+    )
+    parser.add_argument(
+        "--too-long",
+        choices=("skip", "cut"),
+        default="skip",
+        help="what to do with a row longer than --seq-len: leave it out, or cut its end",
+    )
+    parser.add_argument(
+        "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
+    )
+    parser.add_argument(
+        "--cpu-offload",
+        action="store_true",
+        help="weights, gradients, optimizer state in CPU memory",
+    )
+
+
+def target_modules(text: str) -> tuple[str, ...]:
+    """Return the names of layers in `text`, in the order of a block.
+
+    Raise argparse's error for a name that no block has.
+    """
+    if text == "all-linear":
+        return lora.TARGET_MODULES
+    names = text.split(",")
+    for name in names:
+        if name not in lora.TARGET_MODULES:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no linear layer of a block: use all-linear, or some of "
+                f"{','.join(lora.TARGET_MODULES)}"
+            )
+    return tuple(name for name in lora.TARGET_MODULES if name in names)
+
+
+def choose_adapters(args) -> None:
+    """Set the flags of adapters, and --lr, where they are not given.
+
+    Raise UserError for flags that do not fit the model or each other.
+    """
+    if args.dtype == "fp16":
+        raise exits.UserError(
+            "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
+        )
+    shapes.read_config(args.model)  # raises for an unknown model
+    has_weights = shapes.has_weights(args.model)
+    if args.adapters is None:
+        args.adapters = 16 if has_weights else 0
+    if args.adapters and not has_weights:
+        raise exits.UserError(
+            f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0"
+        )
+    if not args.lr:
+        args.lr = shapes.recipe(args.model).lr
+        if args.adapters:
+            args.lr *= 10  # adapters take about ten times the learning rate
+    if args.adapters:
+        args.alpha = args.alpha or 2 * args.adapters
+        args.dropout = args.dropout or 0.0
+        args.target_modules = args.target_modules or lora.TARGET_MODULES
+        return
+    for flag in ("alpha", "dropout", "target_modules"):
+        if getattr(args, flag) is not None:
+            raise exits.UserError(
+                f"--{flag.replace('_', '-')} is of adapters, and --adapters is 0: leave it out"
+            )
+
+
+# 2 Rows: what a training step reads
 
 
 class Row(NamedTuple):
@@ -345,7 +438,7 @@ def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
         )
 
 
-# 2 The adapters
+# 3 The adapters
 
 
 @torch.no_grad()
@@ -365,7 +458,7 @@ def init_adapters(net: nn.Module, seed: int) -> None:
             parameter.zero_()
 
 
-# 3 Answers to held-out questions
+# 4 Answers to held-out questions
 
 
 def questions(
@@ -424,37 +517,6 @@ def greedy(
     return answers
 
 
-def check_adapter_flags(args) -> None:
-    """Set the flags of adapters that are not given. Raise UserError for flags of no adapters."""
-    if args.adapters:
-        args.alpha = args.alpha or 2 * args.adapters
-        args.dropout = args.dropout or 0.0
-        args.target_modules = args.target_modules or lora.TARGET_MODULES
-        return
-    for flag in ("alpha", "dropout", "target_modules"):
-        if getattr(args, flag) is not None:
-            raise exits.UserError(
-                f"--{flag.replace('_', '-')} is of adapters, and --adapters is 0: leave it out"
-            )
-
-
-def target_modules(text: str) -> tuple[str, ...]:
-    """Return the names of layers in `text`, in the order of a block.
-
-    Raise argparse's error for a name that no block has.
-    """
-    if text == "all-linear":
-        return lora.TARGET_MODULES
-    names = text.split(",")
-    for name in names:
-        if name not in lora.TARGET_MODULES:
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is no linear layer of a block: use all-linear, or some of "
-                f"{','.join(lora.TARGET_MODULES)}"
-            )
-    return tuple(name for name in lora.TARGET_MODULES if name in names)
-
-
 def print_answers(
     chat: Chat, prompts: list[list[int]], before: list[list[int]], after: list[list[int]]
 ) -> list[str]:
@@ -468,7 +530,7 @@ def print_answers(
     return [chat.decode(tokens) for tokens in after]
 
 
-# 4 Folders that others load
+# 5 Folders that others load
 
 
 def check_folders(args, inputs: dict[str, Path], mark: str) -> None:

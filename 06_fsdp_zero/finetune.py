@@ -55,7 +55,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-from common import cli, hardware, report, runtime
+from common import hardware, report, runtime
 from lm import chats, lora, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from training import checkpoint, flags, micro_batch, optim
@@ -165,66 +165,20 @@ def shard_model(model, args, device) -> None:
 
 def main() -> int:
     parser = flags.TrainingParser(__doc__)
-    parser.add_argument(
-        "--adapters",
-        type=cli.natural,
-        help="rank of A and B; 0: no adapters (default: 16; 0 for a model without weights)",
-    )
-    parser.add_argument(
-        "--alpha",
-        type=cli.positive,
-        help="the output of an adapter is scaled by alpha / rank (default: 2 x rank)",
-    )
-    parser.add_argument(
-        "--dropout",
-        type=cli.share,
-        help="of the input of adapters; drawn for each rank, so the losses depend on the number of "
-        "ranks (default: 0)",
-    )
-    parser.add_argument(
-        "--target-modules",
-        type=_finetune.target_modules,
-        metavar="NAMES",
-        help="layers with adapters, such as q_proj,v_proj (default: all-linear)",
-    )
-    parser.add_argument(
-        "--too-long",
-        choices=("skip", "cut"),
-        default="skip",
-        help="what to do with a row longer than --seq-len: leave it out, or cut its end",
-    )
-    parser.add_argument(
-        "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
-    )
-    parser.add_argument(
-        "--cpu-offload",
-        action="store_true",
-        help="weights, gradients, optimizer state in CPU memory",
-    )
+    _finetune.add_flags(parser)
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
-    shapes.read_config(args.model)  # raises for an unknown model
-    trained_before = shapes.has_weights(args.model)
-    if args.adapters is None:
-        args.adapters = 16 if trained_before else 0
-    if args.adapters and not trained_before:
-        raise exits.UserError(
-            f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0"
-        )
-    _finetune.check_adapter_flags(args)
-    if not args.lr:
-        args.lr = shapes.recipe(args.model).lr
-        if args.adapters:
-            args.lr *= 10  # adapters take about ten times the learning rate
-    if args.dtype == "fp16":
-        raise exits.UserError(
-            "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
-        )
+    _finetune.choose_adapters(args)
     runtime.seed_all(args.seed, args.deterministic)
 
     # 1. Join the job, as 05_ddp/train.py does.
     device = runtime.init_process_group(args.device)
     rank, world_size, _ = runtime.ranks()
+    if not shapes.has_weights(args.model):
+        runtime.print0(
+            f"{args.model} starts from random weights: `make model` makes a pretrained one, "
+            f"{REAL_MODEL.relative_to(ROOT)}"
+        )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
 
@@ -391,12 +345,8 @@ def main() -> int:
         runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
     # 7. Write the folders for other programs, and the summary.
-    receipt = {
-        "val_loss_before": val_loss_before,
-        "best_step": best_step,
-        "weights_sha256": digests[0],
-        **bytes_per_rank,
-    }
+    # For --json alone.
+    details = {"weights_sha256": digests[0], "best_step": best_step, **bytes_per_rank}
     if step == args.steps:  # also if a signal came in the last step
         save_dtype = runtime.DTYPES[args.save_dtype]
         _finetune.write_folders(model, chat, run.folder, args, save_dtype, mark)
@@ -407,14 +357,15 @@ def main() -> int:
             prompts[0],
             device,
         )
-        receipt["transformers_error"] = runtime.on_rank0(compare)
-        receipt["answers"] = _finetune.print_answers(chat, prompts, answers_before, answers)
+        details["transformers_error"] = runtime.on_rank0(compare)
+        details["answers"] = _finetune.print_answers(chat, prompts, answers_before, answers)
     meter.finish(
         step,
         model=args.model,
         parameters=shapes.parameter_count(config),
         json_path=args.json,
-        **receipt,
+        details=details,
+        val_loss_before=val_loss_before,
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0

@@ -257,12 +257,14 @@ class Meter:
         model: str,
         parameters: int | None,
         json_path: Path | None,
+        details: dict | None = None,
         **own_values,
     ) -> None:
         """Print the summary of the run, and write it to `json_path` unless that is None.
 
         Losses are those of the whole run, throughput and seconds those of this process. `model` is
-        a name, `parameters` a count. `own_values` are further keys of the summary.
+        a name, `parameters` a count. `own_values` are further keys of the summary, and `details`
+        those that are not printed.
         """
         peak_memory_bytes = max(all_gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
@@ -297,7 +299,7 @@ class Meter:
             "seconds": time.perf_counter() - self.start_time,
             **own_values,
         }
-        report.summary(summary, json_path)
+        report.summary(summary, json_path, details)
         self._print_what_is_left(step)
 
     def _print_what_is_left(self, step: int) -> None:
