@@ -119,12 +119,13 @@ def main() -> int:
     )
     if args.compile:
         ddp_model.compile()
-    optimizer, scheduler = optim.adamw_cosine(
+    optimizer, scheduler = optim.adamw(
         model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
+        schedule=args.schedule,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     runtime.print0(

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from common import cli
 from common.exits import UserError
 from lm import encoder, model, runs, shapes, token_folder
 from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
@@ -318,6 +319,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
         return None
 
     data = without_hash(settings["--data"]).partition(" with --eval-data ")[0]
+    data = cli.split_mixture("--data", data)[0][0]  # all parts have the same tokenizer
     if data == "stdlib" or data.startswith("hf:"):
         return "bytes"
     if not Path(data).exists():

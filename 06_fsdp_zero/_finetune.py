@@ -1,5 +1,6 @@
 """Read the rows of chats, and write what a fine-tuning run leaves behind."""
 
+import argparse
 import bisect
 import hashlib
 import json
@@ -7,6 +8,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,12 +47,111 @@ MODEL = "model"  # what finetune.py writes into the folder of a run
 ADAPTER = "adapter"
 FOLDERS = (MODEL, ADAPTER)
 QUESTIONS = 3
+PROMPT_TOKENS = 32  # of a text
 ANSWER_TOKENS = 8  # each one takes a forward over everything before it
-ALPHA_PER_RANK = 2  # alpha / rank scales the adapter's output
 LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
 
 
-# 1 Rows: what a training step reads
+# 1 Flags
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that other training scripts do not have."""
+    parser.add_argument(
+        "--adapters",
+        type=cli.natural,
+        help="rank of A and B; 0: no adapters (default: 16; 0 for a model without weights)",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=cli.positive,
+        help="the output of an adapter is scaled by alpha / rank (default: 2 x rank)",
+    )
+    parser.add_argument(
+        "--dropout",
+        type=cli.share,
+        help="of the input of adapters; drawn for each rank, so the losses depend on the number of "
+        "ranks (default: 0)",
+    )
+    parser.add_argument(
+        "--target-modules",
+        type=target_modules,
+        metavar="NAMES",
+        help="layers with adapters, such as q_proj,v_proj (default: all-linear)",
+    )
+    parser.add_argument(
+        "--too-long",
+        choices=("skip", "cut"),
+        default="skip",
+        help="what to do with a row longer than --seq-len: leave it out, or cut its end",
+    )
+    parser.add_argument(
+        "--packing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="put several rows into one of --seq-len tokens, apart from each other",
+    )
+    parser.add_argument(
+        "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
+    )
+    parser.add_argument(
+        "--cpu-offload",
+        action="store_true",
+        help="weights, gradients, optimizer state in CPU memory",
+    )
+
+
+def target_modules(text: str) -> tuple[str, ...]:
+    """Return the names of layers in `text`, in the order of a block.
+
+    Raise argparse's error for a name that no block has.
+    """
+    if text == "all-linear":
+        return lora.TARGET_MODULES
+    names = text.split(",")
+    for name in names:
+        if name not in lora.TARGET_MODULES:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no linear layer of a block: use all-linear, or some of "
+                f"{','.join(lora.TARGET_MODULES)}"
+            )
+    return tuple(name for name in lora.TARGET_MODULES if name in names)
+
+
+def choose_adapters(args) -> None:
+    """Set the flags of adapters, and --lr, where they are not given.
+
+    Raise UserError for flags that do not fit the model or each other.
+    """
+    if args.dtype == "fp16":
+        raise exits.UserError(
+            "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
+        )
+    shapes.read_config(args.model)  # raises for an unknown model
+    has_weights = shapes.has_weights(args.model)
+    if args.adapters is None:
+        args.adapters = 16 if has_weights else 0
+    if args.adapters and not has_weights:
+        raise exits.UserError(
+            f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0"
+        )
+    if not args.lr:
+        args.lr = shapes.recipe(args.model).lr
+        if args.adapters:
+            args.lr *= 10  # adapters take about ten times the learning rate
+    if args.adapters:
+        args.alpha = args.alpha or 2 * args.adapters
+        args.dropout = args.dropout or 0.0
+        args.target_modules = args.target_modules or lora.TARGET_MODULES
+        return
+    for flag in ("alpha", "dropout", "target_modules"):
+        if getattr(args, flag) is not None:
+            raise exits.UserError(
+                f"--{flag.replace('_', '-')} is of adapters, and --adapters is 0: leave it out"
+            )
+
+
+# 2 Rows: what a training step reads
 
 
 class Row(NamedTuple):
@@ -67,8 +168,11 @@ class Rows(torch.utils.data.Dataset):
     longest row.
     """
 
-    def __init__(self, rows: list[Row], seq_len: int) -> None:
+    def __init__(
+        self, rows: list[Row], seq_len: int, mixture: list[tuple[int, float]] | None = None
+    ) -> None:
         self.rows = rows
+        self.mixture = mixture  # for Batches
         self.seq_len = seq_len
 
     def __len__(self) -> int:
@@ -202,21 +306,17 @@ def best_fit(lengths: list[int], size: int) -> list[list[int]]:
     return packed
 
 
-class Chats(NamedTuple):
-    """The chats of a file, by their hash: copies of a chat have the same hash."""
+@dataclass
+class Chats:
+    """The chats in the files of a flag."""
 
-    conversations: dict[str, Conversation]
-    rows: dict[str, list[Row]]
-    left_out: dict[str, list[str]]  # places of rows, by the reason
-    behind_answers: list[str]  # places of chats that go on behind their last answer
-    longest_left_out: int
-
-    def all_rows(self) -> list[Row]:
-        """Return the rows of all chats."""
-        rows = []
-        for rows_of_chat in self.rows.values():
-            rows.extend(rows_of_chat)
-        return rows
+    # By their hash: copies of a chat have the same hash.
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+    # With the hash of the chat and the number of its file.
+    rows: list[tuple[str, int, Row]] = field(default_factory=list)
+    # Places, by what is left out there.
+    left_out: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    longest_left_out: int = 0  # inputs
 
 
 def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list[Conversation]]:
@@ -227,82 +327,125 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
     12 chats on, hold out at least QUESTIONS. Lower args.seq_len to the longest row.
     Raise UserError for a chat that cannot be used, and if there are too few.
     """
-    chats = read_chats(args.data, "--data", args.seq_len, chat, chat_rows)
-    print_left_out("--data", chats)
+    chats = read_chats("--data", args, chat, chat_rows)
     if args.eval_data is None:
-        train_rows, held_out_rows, held_out = hold_out_chats(args, chats)
-        train_chats = len(chats.rows) - len(held_out)
-        sha256 = hash_of_rows(train_rows + held_out_rows)
+        held_out = hold_out_chats(chats)
+        held_out_rows = [row for key, _, row in sorted_by_chat(chats.rows) if key in held_out]
+        train = [entry for entry in chats.rows if entry[0] not in held_out]
+        if not train and len(chats.rows) > 1:
+            # Copies of one chat, as in a trial.
+            train = chats.rows
+            runtime.print0(f"--data {args.data}: all chats are equal, also what is held out")
     else:
-        eval_chats = read_chats(args.eval_data, "--eval-data", args.seq_len, chat, chat_rows)
-        print_left_out("--eval-data", eval_chats)
+        eval_chats = read_chats("--eval-data", args, chat, chat_rows)
         check_eval_chats(args, chats, eval_chats)
-        train_rows = chats.all_rows()
-        held_out_rows = eval_chats.all_rows()
-        held_out = list(eval_chats.conversations.values())
-        train_chats = len(chats.rows)
-        # the hash tells which rows are trained on: a run must not resume with 5 % held out
-        sha256 = f"all of {hash_of_rows(train_rows)}"
+        held_out = eval_chats.conversations
+        held_out_rows = [row for _, _, row in eval_chats.rows]
+        train = chats.rows
         data.check_same_eval_data(args.eval_data, hash_of_rows(held_out_rows))
 
+    train_rows = [row for _, _, row in train]
     check_enough(args, train_rows, held_out_rows, chats)
-    print_rows(chat, train_rows, train_chats)
+    print_rows(chat, train_rows, len({key for key, _, _ in train}))
     longest = max(len(row.tokens) - 1 for row in train_rows + held_out_rows)
     args.seq_len = min(args.seq_len, longest)
-    return data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha256), held_out
+
+    mixture = mixture_of(args, train)
+    if args.eval_data is None:
+        sha256 = hash_of_rows(train_rows + held_out_rows)
+    else:
+        # the hash tells which rows are trained on: a run must not resume with 5 % held out
+        sha256 = f"all of {hash_of_rows(train_rows)}"
+    if mixture is not None:
+        sha256 += f" mixed {mixture}"
+    corpus = data.Corpus(train_rows, held_out_rows, chat.vocab_size, sha256, mixture=mixture)
+    return corpus, list(held_out.values())
 
 
-def read_chats(file: str, flag: str, seq_len: int, chat: Chat, chat_rows: Callable) -> Chats:
-    """Return the chats of a file, with rows of at most `seq_len` inputs.
+def read_chats(flag: str, args, chat: Chat, chat_rows: Callable) -> Chats:
+    """Return the chats in the files of `flag`, with rows of at most --seq-len inputs.
 
-    Raise UserError, with the name of `flag`, for a chat that cannot be used.
+    Print what is left out. Raise UserError for a chat that cannot be used.
     """
-    chats = Chats({}, defaultdict(list), defaultdict(list), [], 0)
-    longest_left_out = 0
-    for where, record in read_records(file, flag):
-        try:
-            conversation = read_conversation(record)
-            check_keys(chat, conversation)
-            found = chat_rows(chat, *conversation)
-            check_texts(chat, conversation)
-        except Exception as error:  # a template may raise any exception
-            reason = str(error) or repr(error)
-            raise exits.UserError(f"{flag} {file}, {where}: {reason}") from None
-        if not found:
-            chats.left_out["without an answer of the role assistant"].append(where)
-        elif conversation.messages[-1]["role"] != "assistant":
-            chats.behind_answers.append(where)
-        key = hash_of(conversation)
-        for ids, counts in found:
-            if len(ids) - 1 > seq_len:
-                chats.left_out[f"longer than --seq-len {seq_len}"].append(where)
-                longest_left_out = max(longest_left_out, len(ids) - 1)
-            else:
+    value = args.data if flag == "--data" else args.eval_data
+    names = [name for name, _ in cli.split_mixture(flag, value)]
+    chats = Chats()
+    for number, file in enumerate(names):
+        for where, record in read_records(file, flag):
+            try:
+                conversation = read_conversation(record)
+                check_keys(chat, conversation)
+                rows = rows_of(chat, conversation, chat_rows)
+                check_texts(chat, conversation)
+            except Exception as error:  # a template may raise any exception
+                reason = str(error) or repr(error)
+                raise exits.UserError(f"{flag} {file}, {where}: {reason}") from None
+
+            place = where if len(names) == 1 else f"{file}, {where}"
+            if not rows:
+                chats.left_out["rows without an answer of the role assistant"].append(place)
+            elif conversation.messages and conversation.messages[-1]["role"] != "assistant":
+                chats.left_out["messages behind the last answer"].append(place)
+            key = hash_of(conversation)
+            for ids, counts in rows:
+                if len(ids) - 1 > args.seq_len:
+                    chats.longest_left_out = max(chats.longest_left_out, len(ids) - 1)
+                    ids = ids[: args.seq_len + 1]
+                    counts = counts[: args.seq_len + 1]
+                    if args.too_long == "skip" or not any(counts[1:]):
+                        chats.left_out[f"rows longer than --seq-len {args.seq_len}"].append(place)
+                        continue
+                    chats.left_out[f"ends of rows, cut to --seq-len {args.seq_len}"].append(place)
                 chats.conversations[key] = conversation
-                chats.rows[key].append(Row(np.array(ids, np.int32), np.array(counts)))
-    return chats._replace(longest_left_out=longest_left_out)
+                row = Row(np.array(ids, np.int32), np.array(counts))
+                chats.rows.append((key, number, row))
+    print_left_out(f"{flag} {value}", chats)
+    return chats
 
 
-def hold_out_chats(args, chats: Chats) -> tuple[list[Row], list[Row], list[Conversation]]:
-    """Return the rows to train on, the held-out rows and the held-out conversations."""
-    rows = chats.rows
-    count = max(math.ceil(len(rows) * stdlib_text.HELD_OUT), min(QUESTIONS, len(rows) // 4))
-    held_out = sorted(rows)[:count]
-    train_rows = []
-    held_out_rows = []
-    held_out_keys = set(held_out)
-    for key in rows:
-        if key not in held_out_keys:
-            train_rows.extend(rows[key])
-    for key in held_out:
-        held_out_rows.extend(rows[key])
-    rows_of_one = len({row.tokens.tobytes() for row in held_out_rows})
-    if len(rows) == 1 and len(held_out_rows) > rows_of_one:
-        # Copies of one chat, as in a trial: train on all copies but the last.
-        train_rows = held_out_rows[:-rows_of_one]
-        held_out_rows = held_out_rows[-rows_of_one:]
-        runtime.print0(f"--data {args.data}: all chats are equal, also the one that is held out")
-    return train_rows, held_out_rows, [chats.conversations[key] for key in held_out]
+def rows_of(
+    chat: Chat, conversation: Conversation, chat_rows: Callable
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the rows of a conversation. A text that is no chat is one row of targets."""
+    messages, tools, first_answer, text = conversation
+    if text is None:
+        return chat_rows(chat, messages, tools, first_answer)
+    ids = chat.encode_text(text)
+    if ids[-1:] != [chat.end]:
+        ids = [*ids, chat.end]
+    return [(ids, [True] * len(ids))]
+
+
+def hold_out_chats(chats: Chats) -> dict[str, Conversation]:
+    """Return the chats to hold out, by their hash."""
+    count = len(chats.conversations)
+    held_out_count = max(math.ceil(count * stdlib_text.HELD_OUT), min(QUESTIONS, count // 4))
+    keys = sorted(chats.conversations)[:held_out_count]
+    return {key: chats.conversations[key] for key in keys}
+
+
+def sorted_by_chat(rows: list[tuple[str, int, Row]]) -> list[tuple[str, int, Row]]:
+    """Return rows in the order of the hashes of their chats."""
+    return sorted(rows, key=lambda entry: entry[0])
+
+
+def mixture_of(args, train: list[tuple[str, int, Row]]) -> list[tuple[int, float]] | None:
+    """Return the number of rows and the weight of each file of --data; None without weights.
+
+    Raise UserError for a file without a row to train on.
+    """
+    parts = cli.split_mixture("--data", args.data)
+    if parts[0][1] is None:
+        return None
+    mixture = []
+    for number, (name, weight) in enumerate(parts):
+        count = sum(1 for _, part, _ in train if part == number)
+        if count == 0:
+            raise exits.UserError(
+                f"--data {args.data}: {name} has no row to train on: leave it out"
+            )
+        mixture.append((count, weight))
+    return mixture
 
 
 def check_eval_chats(args, chats: Chats, eval_chats: Chats) -> None:
@@ -316,13 +459,14 @@ def check_eval_chats(args, chats: Chats, eval_chats: Chats) -> None:
         for reason, places in eval_chats.left_out.items():
             reasons += f", {len(places)} {reason}"
         raise exits.UserError(f"{flag} has no row to evaluate on{reasons}: add other chats")
-    common = len(chats.rows.keys() & eval_chats.rows.keys())
-    if common == len(eval_chats.rows):
+    count = len(eval_chats.conversations)
+    common = len(chats.conversations.keys() & eval_chats.conversations.keys())
+    if common == count:
         raise exits.UserError(
             f"{flag}: all its chats are also in --data {args.data}, and would be trained on: "
             "use other chats, or leave out --eval-data, which holds out 5 % of --data"
         )
-    runtime.print0(f"{flag}: {len(eval_chats.rows)} chats held out")
+    runtime.print0(f"{flag}: {count} chats held out")
     if common:
         runtime.print0(f"  {common} of them are also in --data {args.data}, and are trained on")
 
@@ -338,33 +482,21 @@ def hash_of_rows(rows: list[Row]) -> str:
 
 def hash_of(conversation: Conversation) -> str:
     """Return the SHA-256 of a conversation."""
-    content = conversation.messages
+    content = conversation.messages or conversation.text
     if conversation.tools:
         content = [content, conversation.tools]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def print_left_out(flag: str, chats: Chats) -> None:
-    """Print how many rows are left out, for which reason, and where ten of them are."""
-    for reason, places in chats.left_out.items():
-        count = len(places)
-        runtime.print0(f"left out of {flag}: {count} rows {reason}: {first_places(places)}")
+    """Print what is left out, and ten of the places."""
+    for what, places in chats.left_out.items():
+        some = ", ".join(places[:10])
+        if len(places) > 10:
+            some += ", ..."
+        runtime.print0(f"left out of {flag}: {len(places)} {what}: {some}")
     if chats.longest_left_out:
         runtime.print0(f"  --seq-len {chats.longest_left_out} would take them all")
-    places = chats.behind_answers
-    if places:
-        runtime.print0(
-            f"left out of {flag}: what follows the last answer of {len(places)} chats, which no "
-            f"answer depends on: {first_places(places)}"
-        )
-
-
-def first_places(places: list[str]) -> str:
-    """Return ten of the places."""
-    some = ", ".join(places[:10])
-    if len(places) > 10:
-        some += ", ..."
-    return some
 
 
 def check_enough(args, train_rows: list[Row], held_out_rows: list[Row], chats: Chats) -> None:
@@ -415,7 +547,7 @@ def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
         )
 
 
-# 2 The adapters
+# 3 The adapters
 
 
 @torch.no_grad()
@@ -435,19 +567,23 @@ def init_adapters(net: nn.Module, seed: int) -> None:
             parameter.zero_()
 
 
-# 3 Answers to held-out questions
+# 4 Answers to held-out questions
 
 
 def questions(
     chat: Chat, conversations: list[Conversation], config: shapes.Config
 ) -> list[list[int]]:
-    """Return the ids of the first prompt of some conversations.
+    """Return the ids of the first prompt of some conversations, and of the beginnings of texts.
 
     A prompt that leaves no room for an answer loses its beginning.
     """
     longest = config.max_position_embeddings - ANSWER_TOKENS
     prompts = []
-    for messages, tools, first_answer in conversations[:QUESTIONS]:
+    for messages, tools, first_answer, text in conversations[:QUESTIONS]:
+        if text is not None:
+            ids = chat.encode_text(text)
+            prompts.append(ids[: min(PROMPT_TOKENS, len(ids) // 2 + 1)])
+            continue
         roles = [message["role"] for message in messages]
         position = roles.index("assistant", first_answer)
         prompt_text, _ = render_answer(chat, messages, position, tools)
@@ -458,13 +594,14 @@ def questions(
 
 @torch.no_grad()
 def greedy(
-    forward: Callable, prompts: list[list[int]], stops: frozenset[int], device
+    net: nn.Module, prompts: list[list[int]], stops: frozenset[int], device
 ) -> list[list[int]]:
     """Return at most ANSWER_TOKENS of the likeliest tokens behind each prompt.
 
     All prompts are one batch, without a cache. Every rank has to call this, because a sharded model
     gathers its weights in forward; all continue with the tokens of rank 0.
     """
+    net.eval()
     answers = [[] for _ in prompts]
 
     def is_done(answer: list[int]) -> bool:
@@ -476,7 +613,7 @@ def greedy(
             rows.append(torch.tensor(prompt + answer))
         # padded at the end, where causal attention does not look
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = forward(tokens.to(device))  # [prompts, tokens, vocabulary]
+        logits = net(tokens.to(device))  # [prompts, tokens, vocabulary]
         chosen = []
         for row, row_logits in zip(rows, logits, strict=True):
             chosen.append(row_logits[len(row) - 1].argmax())
@@ -485,6 +622,7 @@ def greedy(
         for answer, token in zip(answers, next_tokens.tolist(), strict=True):
             if not is_done(answer):
                 answer.append(token)
+    net.train()
     return answers
 
 
@@ -501,7 +639,7 @@ def print_answers(
     return [chat.decode(tokens) for tokens in after]
 
 
-# 4 Folders that others load
+# 5 Folders that others load
 
 
 def check_folders(args, inputs: dict[str, Path], mark: str) -> None:
@@ -593,7 +731,8 @@ def write_adapter_folder(
         unfinished,
         base=os.path.abspath(args.model),  # peft may load it from any directory
         rank=args.adapters,
-        alpha=ALPHA_PER_RANK * args.adapters,
+        alpha=args.alpha,
+        dropout=args.dropout,
     )
     if chat.save_tokenizer is not None:
         chat.save_tokenizer(unfinished)

@@ -1,6 +1,7 @@
-"""Fine-tune your own model on your own chats, on one or many GPUs: LoRA adapters, or all weights.
+"""Fine-tune a dense Llama, Mistral, Qwen2 or Qwen3; for other models take TRL or axolotl.
 
-The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with three changes.
+It trains on your chats, on one or many GPUs: LoRA adapters, or all weights. This is train_fsdp.py
+with three changes.
 
 1. The model's chat template turns a chat into tokens. Only answers of the assistant are targets.
 2. Rows have unequal numbers of targets. A mean of the ranks' means would weight them wrongly. Each
@@ -18,10 +19,11 @@ The model is a dense Llama, Mistral, Qwen2 or Qwen3. This is train_fsdp.py with 
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
 A line of --data is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, and may
-have "tools". 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are held out,
+have "tools". ShareGPT's and Alpaca's keys are read, too, and {"text"}, of which each token is a
+target. 5 % of the chats are held out. With --eval-data FILE, the chats of FILE are held out,
 and all chats of --data are trained on. Without flags the script takes eight steps on the pairs of
 07_memory_tricks/lora.py, with the model that `make model` makes. If that is not there, it trains
-nano on bytes.
+nano on bytes, from random weights.
 
 What to look at: the size of an epoch; which tokens of the first row are targets; three held-out
 questions, answered before and after. The run's folder has adapter/ for peft, model/ for programs
@@ -31,7 +33,6 @@ Previous: train_fsdp.py. Next: 07_memory_tricks/lora.py, for LoRA and QLoRA on o
 09_inference/, to serve model/.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-from common import cli, hardware, report, runtime
+from common import hardware, report, runtime
 from lm import chats, lora, packing, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.loss import use_loss
@@ -84,7 +85,7 @@ def encode_answer(
     """Return the ids of a prompt, and the ids that the model has to answer with.
 
     position: index of the answer in messages. The prompt's ids are those that the model is asked
-    with. The last ids of the answer make generation stop.
+    with. The last ids of the answer make generation stop. Raise ValueError if they do not.
 
         [..., {"role": "assistant", "content": "hello"}]
         prompt  ... <|im_start|> assistant \\n
@@ -96,8 +97,11 @@ def encode_answer(
     answer = turn[len(prompt) :]
     if turn[: len(prompt)] != prompt:  # a token reaches across the border
         answer = chats.encode_apart(chat, answer_text)
-    if not chat.has_end(answer) and not chats.ends_with_marker(chat, answer_text):
-        answer = answer + chats.encode_end(chat, messages, position, tools)
+    if not chat.has_end(answer):
+        raise ValueError(
+            f"message {position + 1}: the chat template writes no token behind the answer at which"
+            " generation stops: write {{ eos_token }} there"
+        )
     return [*chat.start, *prompt], answer
 
 
@@ -119,37 +123,21 @@ def chat_rows(
     answer (Qwen3's removes its thoughts), the prompt does not, and a new row begins.
 
     first_answer: index of the first message that can be an answer.
-    Raise ValueError if the template writes an answer that does not follow its prompt.
+    Raise ValueError if the template writes an answer that does not follow its prompt or never ends.
     """
     rows = []
     for position in range(first_answer, len(messages)):
         if messages[position]["role"] != "assistant":
             continue
         prompt, answer = encode_answer(chat, messages, position, tools)
-        earlier_targets = []
+        targets = [False] * len(prompt)
         if rows:
-            row, targets = rows[-1]
-            continued = continued_length(chat, row, prompt)
-            if continued > 0:
-                earlier_targets = targets[:continued]
+            row, earlier_targets = rows[-1]
+            if prompt[: len(row)] == row:  # the prompt continues the row
+                targets[: len(row)] = earlier_targets
                 rows.pop()
-        no_targets = [False] * (len(prompt) - len(earlier_targets))
-        rows.append((prompt + answer, earlier_targets + no_targets + [True] * len(answer)))
+        rows.append((prompt + answer, targets + [True] * len(answer)))
     return rows
-
-
-def continued_length(chat: chats.Chat, row: list[int], prompt: list[int]) -> int:
-    """Return how many ids of the row to keep: all, all but a final eos, or 0.
-
-    Phi-3's template ends the last turn with <|end|> and eos, and earlier turns with <|end|> alone.
-    Then the prompt continues the row without its eos.
-    """
-    if prompt[: len(row)] == row:
-        return len(row)
-    without_eos = row[:-1]
-    if row[-1] != chat.end or not chat.has_end(without_eos):
-        return 0
-    return len(without_eos) if prompt[: len(without_eos)] == without_eos else 0
 
 
 def shard_model(model, args, device) -> None:
@@ -179,48 +167,20 @@ def shard_model(model, args, device) -> None:
 
 def main() -> int:
     parser = flags.TrainingParser(__doc__)
-    parser.add_argument(
-        "--adapters",
-        type=cli.natural,
-        help="rank of A and B; 0: no adapters (default: 16; 0 for a model without weights)",
-    )
-    parser.add_argument(
-        "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
-    )
-    parser.add_argument(
-        "--packing",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="put several rows into one of --seq-len tokens, apart from each other",
-    )
-    parser.add_argument(
-        "--cpu-offload",
-        action="store_true",
-        help="weights, gradients, optimizer state in CPU memory",
-    )
+    _finetune.add_flags(parser)
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
-    shapes.read_config(args.model)  # raises for an unknown model
-    trained_before = shapes.has_weights(args.model)
-    if args.adapters is None:
-        args.adapters = 16 if trained_before else 0
-    if args.adapters and not trained_before:
-        raise exits.UserError(
-            f"--adapters {args.adapters}: --model {args.model} has no weights to freeze: use 0"
-        )
-    if not args.lr:
-        args.lr = shapes.recipe(args.model).lr
-        if args.adapters:
-            args.lr *= 10  # adapters take about ten times the learning rate
-    if args.dtype == "fp16":
-        raise exits.UserError(
-            "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
-        )
+    _finetune.choose_adapters(args)
     runtime.seed_all(args.seed, args.deterministic)
 
     # 1. Join the job, as 05_ddp/train.py does.
     device = runtime.init_process_group(args.device)
     rank, world_size, _ = runtime.ranks()
+    if not shapes.has_weights(args.model):
+        runtime.print0(
+            f"{args.model} starts from random weights: `make model` makes a pretrained one, "
+            f"{REAL_MODEL.relative_to(ROOT)}"
+        )
     args.dtype = hardware.choose_dtype(args.dtype, device)
     runtime.catch_stop_signals()
 
@@ -244,10 +204,15 @@ def main() -> int:
     packed_length = args.seq_len
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     # Rows have unequal lengths: with --compile, torch compiles a block twice, then for any length.
-    rows = _finetune.Rows(corpus.train, args.seq_len)
+    rows = _finetune.Rows(corpus.train, args.seq_len, corpus.mixture)
     held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
     train_rows = rows
     if args.packing:  # once, before the first step: epochs and batches are of packed rows
+        if corpus.mixture is not None:
+            raise exits.UserError(
+                f"--packing: the weights of --data {args.data} count rows, which packing joins: "
+                "leave the weights out, or --packing"
+            )
         train_rows = _finetune.PackedRows(corpus.train, packed_length)
         args.seq_len = max(args.seq_len, train_rows.longest())
     batches = Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
@@ -272,7 +237,13 @@ def main() -> int:
         # Frozen weights are never updated, so bf16 is enough. A and B get small updates, so they
         # stay fp32.
         model.to(runtime.DTYPES[args.dtype])
-        lora.adapt(model, rank=args.adapters, alpha=_finetune.ALPHA_PER_RANK * args.adapters)
+        lora.adapt(
+            model,
+            rank=args.adapters,
+            alpha=args.alpha,
+            dropout=args.dropout,
+            target_modules=args.target_modules,
+        )
         model.tie_weights()
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     use_loss(model, args.loss)  # chunked: an eighth of the logits at once
@@ -281,12 +252,13 @@ def main() -> int:
         packing.use_varlen(model)
         most_documents = train_rows.most_documents()
     shard_model(model, args, device)
-    optimizer, scheduler = optim.adamw_cosine(
+    optimizer, scheduler = optim.adamw(
         model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
+        schedule=args.schedule,
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
@@ -300,6 +272,10 @@ def main() -> int:
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
     if args.packing:
         settings["--packing"] = train_rows.longest()
+    if args.adapters:
+        settings["--alpha"] = args.alpha
+        settings["--dropout"] = args.dropout
+        settings["--target-modules"] = ",".join(args.target_modules)
     if args.eval_data is not None:
         # other chats for evaluation may be longer, and the run has to resume with them
         settings["--seq-len"] = batches.train.longest()
@@ -370,6 +346,9 @@ def main() -> int:
     if stop:
         meter.print_stop(stop, step, args.keep)
 
+    best_step = None
+    if args.keep_best and step == args.steps:
+        best_step = checkpoint.load_best(run, **training)
     answers = answer(model) if step == args.steps else []
 
     # 6. Check that the trained weights are fp32 and the same on all ranks.
@@ -392,12 +371,8 @@ def main() -> int:
         runtime.print0(f"checked: all {world_size} ranks have the same trained weights to the bit")
 
     # 7. Write the folders for other programs, and the summary.
-    receipt = {
-        "val_loss_before": val_loss_before,
-        "weights_sha256": digests[0],
-        **bytes_per_rank,
-        **padding,
-    }
+    # For --json alone.
+    details = {"weights_sha256": digests[0], "best_step": best_step, **bytes_per_rank, **padding}
     if step == args.steps:  # also if a signal came in the last step
         save_dtype = runtime.DTYPES[args.save_dtype]
         _finetune.write_folders(model, chat, run.folder, args, save_dtype, mark)
@@ -408,14 +383,15 @@ def main() -> int:
             prompts[0],
             device,
         )
-        receipt["transformers_error"] = runtime.on_rank0(compare)
-        receipt["answers"] = _finetune.print_answers(chat, prompts, answers_before, answers)
+        details["transformers_error"] = runtime.on_rank0(compare)
+        details["answers"] = _finetune.print_answers(chat, prompts, answers_before, answers)
     meter.finish(
         step,
         model=args.model,
         parameters=shapes.parameter_count(config),
         json_path=args.json,
-        **receipt,
+        details=details,
+        val_loss_before=val_loss_before,
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0

@@ -169,12 +169,13 @@ def main() -> int:
     model = objects.model
     batches = objects.batches
     shard_model(model, args, device)
-    optimizer, scheduler = optim.adamw_cosine(
+    optimizer, scheduler = optim.adamw(
         model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
+        schedule=args.schedule,
     )
     runtime.print0(
         f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"

@@ -147,7 +147,7 @@ def make_engine(model, args, batches, device, *, load_universal):
     `load_universal` says whether a checkpoint in universal form will be loaded.
     """
     deepspeed = zero.import_deepspeed(device)
-    # These are the groups of optim.adamw_cosine, which does not know the shapes of sharded weights.
+    # These are the groups of optim.adamw, which does not know the shapes of sharded weights.
     matrices = []
     vectors = []
     for parameter in model.parameters():
@@ -160,7 +160,12 @@ def make_engine(model, args, batches, device, *, load_universal):
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    factor = partial(optim.warmup_cosine, warmup_steps=args.warmup_steps, steps=args.steps)
+    factor = partial(
+        optim.lr_factor,
+        schedule=args.schedule,
+        warmup_steps=args.warmup_steps,
+        steps=args.steps,
+    )
 
     config = deepspeed_config(args, model.config, batches)
     config["checkpoint"] = {"load_universal": load_universal}

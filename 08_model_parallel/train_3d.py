@@ -587,12 +587,13 @@ def main() -> int:
     if args.tp > 1:
         # Compute each loss, in forward and backward, from logits that are sharded by vocabulary.
         run_context.enter_context(loss_parallel())
-    optimizer, scheduler = optim.adamw_cosine(
+    optimizer, scheduler = optim.adamw(
         model,
         lr=args.lr,
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
+        schedule=args.schedule,
     )
     runtime.print0(
         f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"

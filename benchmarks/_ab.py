@@ -79,9 +79,7 @@ def training_step(
     setting: Setting, net: nn.Module, compute_loss: Callable, micro_batches: int = 1
 ) -> Step:
     """Return a training step like that of 04_amp/train.py, which returns the loss."""
-    optimizer, _ = optim.adamw_cosine(
-        net, lr=LEARNING_RATE, weight_decay=0.1, warmup_steps=1, steps=1000
-    )
+    optimizer, _ = optim.adamw(net, lr=LEARNING_RATE, weight_decay=0.1, warmup_steps=1, steps=1000)
     inputs = setting.tokens[:, :-1].chunk(micro_batches)
     targets = setting.tokens[:, 1:].chunk(micro_batches)
 

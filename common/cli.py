@@ -43,6 +43,8 @@ class Parser(argparse.ArgumentParser):
 
     # Values of flags that are no paths, although a file of such a name may exist.
     names = frozenset({"stdlib", "bytes"})
+    # Flags whose value may have several parts: see split_mixture.
+    mixtures = frozenset()
     # Flags of folders with outputs and other files.
     folders_of_outputs = frozenset()
 
@@ -101,10 +103,15 @@ class Parser(argparse.ArgumentParser):
             is_output = action.type in OUTPUT_TYPES or _flag(action) in self.folders_of_outputs
             if is_output or not isinstance(value, str | Path):
                 continue
-            path = Path(str(value).removeprefix("hf:"))  # a data set that save_to_disk wrote
-            # not Path.exists, which raises for a text that is too long to be a name
-            if str(value) not in self.names and os.path.exists(path):
-                inputs[_flag(action)] = path
+            flag = _flag(action)
+            names = [str(value)]
+            if flag in self.mixtures:
+                names = [name for name, _ in split_mixture(flag, str(value))]
+            for number, name in enumerate(names, 1):
+                path = Path(name.removeprefix("hf:"))  # a data set that save_to_disk wrote
+                # not Path.exists, which raises for a text that is too long to be a name
+                if name not in self.names and os.path.exists(path):
+                    inputs[flag if number == 1 else f"{flag}, part {number}:"] = path
         return inputs
 
 
@@ -117,6 +124,34 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean X?" with the most similar of `names`, or an empty string."""
     matches = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def split_mixture(flag: str, value: str) -> list[tuple[str, float | None]]:
+    """Return the names and weights in a value such as "a.jsonl:0.7,b/:0.2".
+
+    Without weights, as in "a.jsonl,b/", they are None. A file may have a comma in its name. Raise
+    UserError for any other form.
+    """
+    if "," not in value or os.path.exists(value):
+        return [(value, None)]
+    parts: list[tuple[str, float | None]] = []
+    for part in value.split(","):
+        name, _, text = part.rpartition(":")
+        try:
+            parts.append((name, positive(text)))
+        except argparse.ArgumentTypeError:
+            parts.append((part, None))
+    names = [name for name, _ in parts]
+    weights = [weight for _, weight in parts]
+    if "" in names or len(set(names)) < len(names):
+        raise UserError(f"{flag} {value}: a part is empty or named twice: leave it out")
+    if None in weights and set(weights) != {None}:
+        name = names[weights.index(None)]
+        raise UserError(
+            f"{flag} {value}: {name} has no weight above 0: write a weight behind each part, such "
+            f"as {name.partition(':')[0]}:0.5, or none at all"
+        )
+    return parts
 
 
 # --- types for add_argument(type=...)
@@ -156,6 +191,11 @@ def positive_or_inf(text: str) -> float:
 def not_negative(text: str) -> float:
     """Return the number in `text`. Raise argparse's error if it is below 0, NaN or infinite."""
     return _number(text, float, 0, sys.float_info.max, "a number of at least 0")
+
+
+def share(text: str) -> float:
+    """Return the number in `text`. Raise argparse's error unless it is from 0 to below 1."""
+    return _number(text, float, 0, 1 - sys.float_info.epsilon, "a number from 0 to below 1")
 
 
 def _number(text: str, kind: type[Number], least: float, most: float, description: str) -> Number:

@@ -157,9 +157,14 @@ def remember_peak(device) -> None:
 # --- summaries
 
 
-def summary(summary: dict, json_path: Path | None) -> None:
-    """Print the summary of a run, a line per value, and write it to `json_path` if there is one."""
-    values = write_json(summary, json_path)
+def summary(summary: dict, json_path: Path | None, details: dict | None = None) -> None:
+    """Print the summary of a run, a line per value, and write it to `json_path` if there is one.
+
+    `details` are further values of the file, which are not printed.
+    """
+    details = details or {}
+    values = write_json(summary | details, json_path)
+    values = {name: value for name, value in values.items() if name not in details}
     width = max(22, *[len(name) for name in values])
     print()
     for name, value in values.items():

@@ -28,22 +28,18 @@ from lm.tokenizer import (
 )
 
 FORM = (
-    'a chat is {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, with "tools"'
-    " if it has any"
+    'a line is {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"instruction", '
+    '"input", "output"} or {"text"}, with "tools" if a chat has any'
 )
 LISTS = ("messages", "conversations")
-KEYS = (*LISTS, "prompt", "completion", "tools")
+ALPACA = {"instruction", "input", "output", "text"}
+KEYS = {*LISTS, "prompt", "completion", "tools", *ALPACA}
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 MESSAGE_KEYS = {"from": "role", "value": "content"}  # ShareGPT's names
 # keys that name a speaker or a call: a template may ignore them, since they hold no text
 NAMES = ("role", "content", "name", "tool_call_id")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-PROBE_ANSWER = "xyzzy"  # in no template
-PROBE = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": PROBE_ANSWER},
-    {"role": "user", "content": "bye"},
-]
+PROBE = "xyzzy"  # in no template
 
 
 # 1 The file: JSON objects, then conversations
@@ -90,19 +86,26 @@ class Conversation(NamedTuple):
 
     Messages before number `first_answer` are context. The assistant may be among them, but nobody
     asks the model for these answers, so they are no targets.
+
+    A text that is no chat has no messages. All its tokens are targets.
     """
 
     messages: list[dict]
     tools: list[dict] | None = None
     first_answer: int = 1
+    text: str | None = None
 
 
 def read_conversation(record: object) -> Conversation:
     """Return the conversation in a JSON object. Raise ValueError for any other content.
 
-    For example {"prompt": "hi", "completion": "hello"} and {"conversations": [{"from": "human",
-    "value": "hi"}, {"from": "gpt", "value": "hello"}]} both have the messages [{"role": "user",
-    "content": "hi"}, {"role": "assistant", "content": "hello"}].
+    These all have the messages [{"role": "user", "content": "hi"}, {"role": "assistant",
+    "content": "hello"}]:
+
+        {"prompt": "hi", "completion": "hello"}
+        {"instruction": "hi", "input": "", "output": "hello"}    Alpaca's
+        {"conversations": [{"from": "human", "value": "hi"},
+                           {"from": "gpt", "value": "hello"}]}   ShareGPT's
     """
     if not isinstance(record, dict):
         raise ValueError(f"{FORM}, not {shorten(record)}")
@@ -121,7 +124,29 @@ def read_conversation(record: object) -> Conversation:
         prompt = read_messages(record["prompt"], role="user")
         completion = read_messages(record["completion"], role="assistant")
         return Conversation(prompt + completion, tools, first_answer=max(1, len(prompt)))
+    if set(record) == {"text"} and not tools:
+        return Conversation([], text=read_text(record, "text"))
+    if {"instruction", "output"} <= set(record) <= ALPACA:
+        # Stanford's file also has a "text", which repeats the others.
+        question = read_text(record, "instruction")
+        if record.get("input"):
+            question += "\n" + read_text(record, "input")
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": read_text(record, "output")},
+        ]
+        return Conversation(messages, tools)
     raise ValueError(f"{FORM}, not the keys {', '.join(record) or 'of an empty object'}")
+
+
+def read_text(record: dict, key: str) -> str:
+    """Return the text under a key. Raise ValueError if it is empty or no text."""
+    text = record[key]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f"{key!r} is a text that is not empty, not {shorten(text)}: remove the line"
+        )
+    return text
 
 
 def shorten(value: object) -> str:
@@ -248,6 +273,7 @@ class Chat:
     template: Callable[[list[dict] | None], str]
     render: Callable[..., str]
     encode: Callable[[str], list[int]]
+    encode_text: Callable[[str], list[int]]  # also bos, where the tokenizer adds it by itself
     decode: Callable[[list[int]], str]
     end: int  # the tokenizer's eos
     stops: frozenset[int]  # ids at which generation stops: some models have several
@@ -320,6 +346,7 @@ def read_chat_format(name: str, date: datetime | None = None) -> Chat:
         template=template,
         render=render,
         encode=partial(tokenizer.encode, add_special_tokens=False, verbose=False),
+        encode_text=partial(tokenizer.encode, verbose=False),
         decode=tokenizer.decode,
         end=tokenizer.eos_token_id,
         stops=stops,
@@ -349,13 +376,19 @@ def ids_before_text(tokenizer, where: str) -> tuple[int, ...]:
     return tuple(ids[:text_begins])
 
 
+def byte_ids(text: str) -> list[int]:
+    """Return the bytes of a text as token ids."""
+    return list(text.encode())
+
+
 def byte_chat() -> Chat:
     """Return the format of a model that reads bytes: lines that end with a byte 0."""
     end = 0
     return Chat(
         template=plain_template,
         render=partial(render_plainly, end=chr(end)),
-        encode=lambda text: list(text.encode()),
+        encode=byte_ids,
+        encode_text=byte_ids,
         decode=lambda ids: bytes(ids).decode(errors="replace"),
         end=end,
         stops=frozenset([end]),
@@ -439,7 +472,7 @@ def check_texts(chat: Chat, conversation: Conversation) -> None:
     A template passes over roles that it does not know, or over all messages but the last. So each
     text gets another end, and then the template has to write another text.
     """
-    messages, tools, first_answer = conversation
+    messages, tools, first_answer, _ = conversation
     roles = [message["role"] for message in messages]
     answers = [i for i in range(first_answer, len(roles)) if roles[i] == "assistant"]
     if not answers:
@@ -486,7 +519,7 @@ def all_are_rendered(
     changed = list(messages)
     words = []
     for number, (position, key) in enumerate(places):
-        word = f"{PROBE_ANSWER}{number}{PROBE_ANSWER}"
+        word = f"{PROBE}{number}{PROBE}"
         words.append(word)
         message = changed[position]
         changed[position] = message | {key: message[key] + word}
@@ -508,7 +541,7 @@ def is_rendered(
     """Return whether the template writes another text than `rendered` if one text is longer."""
     message = messages[position]
     changed = list(messages)
-    changed[position] = message | {key: message[key] + PROBE_ANSWER}
+    changed[position] = message | {key: message[key] + PROBE}
     try:
         return chat.render(changed, tools=tools) != rendered
     except Exception:  # the template reads the text, since it fails at this one
@@ -595,46 +628,3 @@ def thoughts_of(message: dict) -> str:
     if not closed:
         return ""
     return thoughts.strip().removeprefix("<think>").strip("\n")
-
-
-def ends_with_marker(chat: Chat, answer: str) -> bool:
-    """Return whether an answer ends with text that the chat template writes behind each answer.
-
-    Such a marker, for example "### End", need not be a token of the tokenizer.
-    """
-    turn = chat.render(PROBE[:2])
-    marker = turn.rpartition(PROBE_ANSWER)[2].strip()
-    return marker != "" and answer.rstrip().endswith(marker)
-
-
-def encode_end(
-    chat: Chat, messages: list[dict], position: int, tools: list[dict] | None
-) -> list[int]:
-    """Return the ids with which the next turn begins, for templates that do not end an answer.
-
-    GLM-4's template writes <|user|> next, or <|observation|> after a tool call, and generation
-    stops there. Raise ValueError if the next turn begins with no special token.
-    """
-    before = PROBE[:2]
-    after = PROBE
-    if "tool_calls" in messages[position]:
-        before = messages[: position + 1]
-        result = {"role": "tool", "content": "done"}
-        if position + 1 < len(messages) and messages[position + 1]["role"] == "tool":
-            result = messages[position + 1]
-        after = [*before, result]
-    else:
-        tools = None
-    text_before = chat.render(before, tools=tools)
-    text_after = chat.render(after, tools=tools)
-    if text_after.startswith(text_before):
-        ids = chat.encode(text_after[len(text_before) :])
-        for count in range(1, len(ids) + 1):
-            if chat.has_end(ids[:count]):
-                return ids[:count]
-            if chat.decode(ids[:count]).strip():
-                break
-    raise ValueError(
-        f"message {position + 1}: the chat template writes no token behind the answer at which"
-        " generation stops: write {{ eos_token }} there"
-    )

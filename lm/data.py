@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
-from common import files
+from common import cli, files
 from common.exits import UserError
 from common.runtime import all_gather, print0
 from lm import documents, token_folder
@@ -36,21 +36,21 @@ CACHE_MARK = "tokens"  # of a folder in the cache: see common/files.py
 
 
 class JoinedTokens:
-    """Two arrays of tokens, one after the other, without a copy. A slice of it is an array."""
+    """Arrays of tokens, one after the other, without a copy. A slice of it is an array."""
 
-    def __init__(self, first: np.ndarray, second: np.ndarray) -> None:
-        self.first = first
-        self.second = second
+    def __init__(self, arrays: list) -> None:
+        self.arrays = arrays
+        self.starts = np.cumsum([0, *map(len, arrays)]).tolist()
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.second)
+        return self.starts[-1]
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        border = len(self.first)
-        of_first = self.first[start:stop]
-        of_second = self.second[max(start - border, 0) : max(stop - border, 0)]
-        return np.concatenate([of_first, of_second])
+        pieces = []
+        for array, begin in zip(self.arrays, self.starts[:-1], strict=True):
+            pieces.append(array[max(start - begin, 0) : max(stop - begin, 0)])
+        return np.concatenate(pieces)
 
 
 class Corpus(NamedTuple):
@@ -64,22 +64,25 @@ class Corpus(NamedTuple):
     vocab_size: int
     sha256: str  # of the token ids, first train, then held_out; with eval_data, of train alone
     tokenizer: str = "bytes"  # "bytes", or a Hugging Face name or folder
+    # of data with weights: the training tokens and the weight of each part
+    mixture: list[tuple[np.ndarray | JoinedTokens, float]] | None = None
 
 
 class _Tokens(NamedTuple):
     """The tokens of one text, and what corpus.json says of them."""
 
     about: dict
-    train: np.ndarray
-    held_out: np.ndarray
+    train: np.ndarray | JoinedTokens
+    held_out: np.ndarray | JoinedTokens
     tokenizer: str  # "bytes", or a Hugging Face name or folder
     origins: set[str]  # the files and data sets that the tokens come from
+    mixture: list[tuple[np.ndarray | JoinedTokens, float]] | None = None  # as in Corpus
 
     def joined(self) -> np.ndarray | JoinedTokens:
         """Return all tokens."""
         if len(self.held_out) == 0:
             return self.train
-        return JoinedTokens(self.train, self.held_out)
+        return JoinedTokens([self.train, self.held_out])
 
 
 def load_corpus(
@@ -99,6 +102,10 @@ def load_corpus(
     With `eval_data`, nothing of `data` is held out: all its tokens are for training, and all tokens
     of `eval_data` are for evaluation. In a folder of prepare_data.py these are the tokens of its
     two files, train.npy and then held_out.npy.
+
+    `data` may name several texts and folders, with or without weights: see cli.split_mixture. Each
+    is loaded by itself. Without weights, their tokens follow each other. With weights, sequences()
+    returns a mixture of their sequences.
 
     Except for "stdlib" alone, rank 0 prints the numbers of tokens. It also prints what was left out
     of the text because runs have written it.
@@ -121,8 +128,8 @@ def load_corpus(
     if not tokenizer:
         tokenizer = model if has_tokenizer(model) else None
 
+    tokens = _load_parts("--data", data, tokenizer, run_dir, hold_out=eval_data is None)
     if eval_data is None:
-        tokens = _load_tokens(data, tokenizer, run_dir)
         if data != "stdlib":
             print0(
                 f"--data {data}: {len(tokens.train):,} tokens for training, "
@@ -134,11 +141,12 @@ def load_corpus(
             vocab_size=tokens.about["vocab_size"],
             sha256=tokens.about["sha256"],
             tokenizer=tokens.tokenizer,
+            mixture=tokens.mixture,
         )
 
-    tokens = _load_tokens(data, tokenizer, run_dir, hold_out=False)
     with _named_eval_data():
-        eval_tokens = _load_tokens(
+        eval_tokens = _load_parts(
+            "--eval-data",
             eval_data,
             tokenizer,
             run_dir,
@@ -154,7 +162,9 @@ def load_corpus(
     )
     # The hash tells which tokens are trained on: a run must not resume with 5 % of --data held out.
     sha256 = hashlib.sha256(f"all of {tokens.about['sha256']}".encode()).hexdigest()
-    return Corpus(train, held_out, tokens.about["vocab_size"], sha256, tokens.tokenizer)
+    return Corpus(
+        train, held_out, tokens.about["vocab_size"], sha256, tokens.tokenizer, tokens.mixture
+    )
 
 
 @contextlib.contextmanager
@@ -199,6 +209,64 @@ def check_same_eval_data(eval_data: str, sha256: str) -> None:
                 f"--eval-data {eval_data} of rank {rank} is not that of rank 0: "
                 "use the same files on every node"
             )
+
+
+def _load_parts(
+    flag: str,
+    data: str,
+    tokenizer: str | None,
+    run_dir: Path | None,
+    *,
+    hold_out: bool,
+    text_tokenizer: str = "bytes",
+) -> _Tokens:
+    """Return the tokens of all parts of `data`. The arguments are those of _load_tokens."""
+    names = cli.split_mixture(flag, data)
+    parts: list[_Tokens] = []
+    for name, _ in names:
+        if parts:
+            text_tokenizer = parts[0].about["tokenizer"]
+        part = _load_tokens(
+            name, tokenizer, run_dir, hold_out=hold_out, text_tokenizer=text_tokenizer
+        )
+        for other in parts:
+            _check_parts(f"{flag} {data}", name, part, other)
+        parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
+
+    weights = [weight for _, weight in names if weight is not None]
+    if weights and flag == "--eval-data":
+        raise UserError(f"{flag} {data}: evaluation reads all of each part: remove the weights")
+    mixture = None
+    if weights:
+        train = [part.train if hold_out else part.joined() for part in parts]
+        mixture = list(zip(train, weights, strict=True))
+        for (name, weight), tokens in zip(names, train, strict=True):
+            share = (weight or 0) / sum(weights)
+            print0(f"{flag} {name}: {len(tokens):,} tokens, {share:.1%} of the samples")
+    contents = [part.about["sha256"] for part in parts]
+    sha256 = hashlib.sha256(repr([contents, weights]).encode()).hexdigest()
+    return _Tokens(
+        about={**parts[0].about, "sha256": sha256},
+        train=JoinedTokens([part.train for part in parts]),
+        held_out=JoinedTokens([part.held_out for part in parts]),
+        tokenizer=parts[0].tokenizer,
+        origins=set().union(*[part.origins for part in parts]),
+        mixture=mixture,
+    )
+
+
+def _check_parts(where: str, name: str, part: _Tokens, other: _Tokens) -> None:
+    """Raise UserError if two parts have other tokenizers or a common file."""
+    if part.about["vocabulary_sha256"] != other.about["vocabulary_sha256"]:
+        raise UserError(
+            f"{where}: {name} has the tokens of {part.about['tokenizer']}, and another part those "
+            f"of {other.about['tokenizer']}: add --tokenizer, or prepare one of them again"
+        )
+    common = sorted(part.origins & other.origins)
+    if common:
+        raise UserError(f"{where}: {common[0]} is in two parts: name it once")
 
 
 def _load_tokens(
@@ -379,6 +447,21 @@ class Sequences(Dataset):
         return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
 
 
-def sequences(corpus: Corpus, seq_len: int) -> tuple[Sequences, Sequences]:
-    """Return the samples of training and of evaluation, sequences of seq_len tokens."""
-    return Sequences(corpus.train, seq_len), Sequences(corpus.held_out, seq_len)
+def sequences(corpus: Corpus, seq_len: int) -> tuple[Dataset, Sequences]:
+    """Return the samples of training and of evaluation, sequences of seq_len tokens.
+
+    Raise UserError if a part of a mixture has no sequence.
+    """
+    held_out = Sequences(corpus.held_out, seq_len)
+    if corpus.mixture is None:
+        return Sequences(corpus.train, seq_len), held_out
+    parts = [Sequences(tokens, seq_len) for tokens, _ in corpus.mixture]
+    lengths = [len(part) for part in parts]
+    if 0 in lengths:
+        raise UserError(
+            f"--data: part {lengths.index(0) + 1} has no training sequence of --seq-len {seq_len}: "
+            "add text, or lower --seq-len"
+        )
+    train = ConcatDataset(parts)
+    train.mixture = [(n, weight) for n, (_, weight) in zip(lengths, corpus.mixture, strict=True)]
+    return train, held_out

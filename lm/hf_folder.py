@@ -214,7 +214,12 @@ def _ids_of_tokenizer(name: str) -> dict[str, int | list[int] | None]:
 
 
 def write_adapter(
-    trained: dict[str, Tensor], folder: Path, base: str, rank: int, alpha: float
+    trained: dict[str, Tensor],
+    folder: Path,
+    base: str,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
 ) -> None:
     """Write adapters as a folder for peft: peft.PeftModel.from_pretrained(base_model, folder).
 
@@ -224,6 +229,7 @@ def write_adapter(
         base: The name or folder of the model that was adapted.
         rank: The rank of the adapters.
         alpha: The adapters' output is scaled by alpha / rank.
+        dropout: The dropout in front of the adapters, with which they were trained.
     """
     config = {
         "peft_type": "LORA",
@@ -231,6 +237,7 @@ def write_adapter(
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
+        "lora_dropout": dropout,
         "target_modules": sorted({name.split(".")[-2] for name in trained}),
     }
     peft_names = {f"base_model.model.{name}.weight": tensor for name, tensor in trained.items()}

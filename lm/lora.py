@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from lm.model import Transformer
 
+# The linear layers of a block, which peft calls "all-linear".
+TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 class LoRALinear(nn.Linear):
     """A frozen linear layer and its adapter: y = W x + (alpha / rank) B A x.
@@ -16,6 +19,8 @@ class LoRALinear(nn.Linear):
     The frozen `weight` W [out, in] keeps its name and its dtype. The adapter is trained in fp32:
     `lora_A` [rank, in] and `lora_B` [out, rank]. With FSDP all three can be sharded.
     """
+
+    dropout = 0.0  # the share of x that the adapter does not see in training, as in peft
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
         # Meta: nn.Linear allocates no weight here, since the layer takes over that of `linear`.
@@ -33,6 +38,8 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in]
         output = self.base(x)  # [..., out]
+        if self.dropout > 0:
+            x = F.dropout(x, self.dropout, self.training)
         low_rank = F.linear(x, self.lora_A)  # [..., rank]
         return output + F.linear(low_rank, self.lora_B) * self.scaling
 
@@ -53,16 +60,25 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(
-    net: Transformer, *, rank: int, alpha: float, kind: type[LoRALinear] = LoRALinear
+    net: Transformer,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    target_modules: tuple[str, ...] = TARGET_MODULES,
+    kind: type[LoRALinear] = LoRALinear,
 ) -> None:
-    """Freeze a Transformer and add an adapter to every linear layer of its blocks, in place.
+    """Freeze a Transformer and add an adapter to the linear layers of its blocks, in place.
 
-    Embedding, norms and head stay frozen and get no adapter. `kind` is the class of the adapted
-    layers: LoRALinear or a subclass of it, such as QLoRA's.
+    Embedding, norms and head stay frozen and get no adapter. `target_modules` are the names of the
+    layers in a block. `kind` is the class of the adapted layers: LoRALinear or a subclass of it,
+    such as QLoRA's.
     """
     net.requires_grad_(False)
     for block in net.model.layers.values():
         modules = list(block.named_modules())  # a list, because the loop replaces modules
         for name, module in modules:
-            if isinstance(module, nn.Linear):
-                block.set_submodule(name, kind(module, rank, alpha))
+            if name.rpartition(".")[2] in target_modules:
+                adapted = kind(module, rank, alpha)
+                adapted.dropout = dropout
+                block.set_submodule(name, adapted)

@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+import transformers
 from support.checkpoints import saved
 from support.harness import train
 
 from lm import weights
+from training import optim
 
 SCRIPT = "04_amp/train.py"
 
@@ -31,3 +33,14 @@ def test_warmup_then_cosine(tmp_path):
     assert lr[4] == pytest.approx(0.01)
     assert all(a > b for a, b in itertools.pairwise(lr[4:]))
     assert 0.001 < lr[-1] < 0.0012
+
+
+def test_constant_and_linear_are_those_of_transformers_behind_the_warm_up(tmp_path):
+    steps = 10
+    linear = train(SCRIPT, tmp_path / "1", "--lr", 0.01, "--steps", steps, "--schedule", "linear")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+    theirs = transformers.get_linear_schedule_with_warmup(optimizer, 4, steps)
+    expected = [0.01 * theirs.lr_lambdas[0](step) for step in range(steps)]
+    assert linear.column("lr")[4:] == pytest.approx(expected[4:])
+    assert optim.lr_factor(steps, "linear", warmup_steps=4, steps=steps) == 0
+    assert optim.lr_factor(steps - 1, "constant", warmup_steps=4, steps=steps) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import (
     ROOT,
@@ -18,10 +19,11 @@ from support.harness import (
     with_prelude,
 )
 
+from lm.chats import read_chat_format, read_conversation
+
 SCRIPT = "06_fsdp_zero/finetune.py"
 MARKS = [
-    *("<s>", "<eos>", "<|im_start|>", "<|im_end|>", "<|end|>", "[BOT]", "[USER]"),
-    *("<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<s>", "<eos>", "<|im_start|>", "<|im_end|>", "[BOT]", "[USER]"),
 ]
 
 # the script writes the rows of each chat to rows.json, and ends
@@ -55,20 +57,6 @@ TOOLS = (
     "{{ call.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# the last turn ends with eos too, as Phi-3's
-LAST_EOS = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
-# nothing behind an answer: the next turn's marker ends it, as GLM-4's
-NO_END = (
-    "<s>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{% else %}<|{{ m.role }}|>"
-    "{% endif %}{{ '\n' }}{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>"
-    "{{ call.function.name }}</call>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-# the same, with a line break before the marker
-NO_END_SPACE = NO_END.replace("{% endfor %}{% if add", "{{ '\n' }}{% endfor %}{% if add")
 # tool calls count only if there is no content, which transformers does not tell from none
 LEAVES_OUT = TOOLS.replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
 # the prompt opens thoughts, and the rendered answer has none, as DeepSeek R1's
@@ -95,12 +83,12 @@ REWRITES = (
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# the answer ends in text that is no token
-TEXT_END = (
-    "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n### end\n{% endfor %}"
+# nothing ends an answer, or a text that is no token
+NEVER_ENDS = (
+    "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}### assistant\n{% endif %}"
 )
-NEVER_ENDS = TEXT_END.replace("\n### end", "")
+TEXT_END = NEVER_ENDS.replace("{% endfor", "### end\n{% endfor")
 
 
 def message(role: str, content: str | None, **more) -> dict:
@@ -255,16 +243,6 @@ ROWS = {
             ([message("user", "q"), THOUGHT], [f"yes{IM}"]),
         ],
     ),
-    "only eos differs": (
-        LAST_EOS,
-        [
-            (TWICE, ["yes<|end|>\nno<|end|>\n<eos>"]),
-            (
-                chat("q", "yes", "r", "no", "s", "so"),
-                ["yes<|end|>\nno<|end|>\nso<|end|>\n<eos>"],
-            ),
-        ],
-    ),
     "earlier answers are rewritten": (
         REWRITES,
         [
@@ -275,16 +253,6 @@ ROWS = {
             ),
         ],
     ),
-    "the next turn ends an answer": (
-        NO_END,
-        [
-            (TWICE, ["yes<|user|>no<|user|>"]),
-            (CALLED, ["<call>sun</call><|observation|>sunny<|user|>"]),
-            (CALLED[:2], ["<call>sun</call><|observation|>"]),
-        ],
-    ),
-    "the next turn, behind white space": (NO_END_SPACE, [(TWICE, ["yes\n<|user|>no\n<|user|>"])]),
-    "text that is no token": (TEXT_END, [(TWICE, ["yes\n### end\nno\n### end\n"])]),
     "tool calls without content": (
         TOOLS,
         [(CALLED, [f'<call>sun {{"at": "sea"}}</call>{IM}sunny{IM}'])],
@@ -420,6 +388,12 @@ SAME_CHATS = {
     "one array": json.dumps(MESSAGES),
     "an array over several lines": "\n" + json.dumps(PAIRS, indent=1),
     "an array behind a byte order mark": b"\xef\xbb\xbf" + json.dumps(PAIRS).encode(),
+    "Alpaca": lines(
+        [{"instruction": q["content"], "input": "", "output": a["content"]} for q, a in CHATS]
+    ),
+    "Alpaca, with the text that repeats it": lines(
+        [{"instruction": q["content"], "output": a["content"], "text": "both"} for q, a in CHATS]
+    ),
     "ShareGPT": lines(
         [{"conversations": renamed(m, "from", "value", SHAREGPT)} for m in CHATS],
     ),
@@ -456,7 +430,9 @@ LINE_4 = {  # the fourth line, and what the message has to name
         "chat_template_kwargs",
     ),
     "a system prompt beside the chat": ({"conversations": CHATS[0], "system": "x"}, "system"),
-    "Alpaca": ({"instruction": "a", "input": "", "output": "b"}, "instruction"),
+    "Alpaca's history": ({"instruction": "a", "output": "b", "history": []}, "history"),
+    "an answer that is empty": ({"instruction": "a", "input": "", "output": ""}, "output"),
+    "a text that is none": ({"text": ["a"]}, "text"),
     "an unknown key of a message": (
         {"messages": [CHATS[0][0], {**CHATS[0][1], "weight": 0}]},
         "weight",
@@ -519,17 +495,47 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, case):
     assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), *words)
 
 
+def longest_row(chats: list) -> int:
+    """Return the number of inputs in the longest row."""
+    return max(len(ids) - 1 for [[ids, _]] in chats)
+
+
 def test_rows_that_are_all_too_long_say_which_length_would_do(tmp_path, expected):
-    longest = max(len(ids) - 1 for [[ids, _]] in expected)
+    longest = longest_row(expected)
     (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
     flags = (*FLAGS, "--model", "nano", "--seq-len", 8)
     assert_refused(run(SCRIPT, tmp_path, *flags), "--seq-len 8", f"raise --seq-len to {longest}")
+
+
+def test_rows_that_are_too_long_are_cut_and_counted(tmp_path, expected):
+    """A row whose first answer begins behind --seq-len would have no target: it is left out."""
+    longest = {"prompt": "q" * longest_row(expected), "completion": "yes"}
+    text = GOOD + lines([longest, {"text": "no chat"}])
+    (tmp_path / "chats.jsonl").write_text(text, encoding="utf-8")
+    length = longest_row(expected) - 2
+    flags = (*FLAGS, "--model", "nano", "--seq-len", length, "--too-long", "cut", "--steps", 1)
+    result = run(SCRIPT, tmp_path, *flags, "--keep", 0)
+    assert result.code == 0, result
+    told = [line for line in result.out.splitlines() if line.startswith("left out")]
+    assert told[0].endswith(f"3 ends of rows, cut to --seq-len {length}: line 1, line 2, line 3")
+    assert told[1].endswith(f"1 rows longer than --seq-len {length}: line 4")
+    assert "an epoch: 3 chats, 3 rows" in result.out  # one is held out
+
+
+def test_a_text_is_what_the_tokenizer_makes_of_it_and_an_end(models):
+    model = models(CHATML, before="<s>")
+    helper = load("06_fsdp_zero/_finetune.py")
+    chat_format = read_chat_format(str(model.folder))
+    [(ids, counts)] = helper.rows_of(chat_format, read_conversation({"text": "two tt"}), None)
+    assert model.tokenizer.decode(ids) == "<s>two tt<eos>"
+    assert all(counts)
 
 
 @pytest.mark.parametrize(
     ("template", "word"),
     [
         (NEVER_ENDS, "eos_token"),
+        (TEXT_END, "eos_token"),
         ("{{ raise_exception('first a system message') }}", "first a system message"),
         (CHATML.replace("assistant\n{% endif", "helper\n{% endif"), "generation prompt"),
         (CHATML + "{{ 1 + 'a' }}", "line 1"),
@@ -663,7 +669,7 @@ def test_texts_that_are_changed_or_read_and_thoughts_are_not_refused(tmp_path, m
     (*rows, _), out = rows_of(tmp_path, text, model.folder)
     expected = [[f"yes{IM}no{IM}"], [f"yes{IM}"], [f"yes{IM}"], [f"yes{IM}"]]
     assert [targets(model, of_chat) for of_chat in rows] == expected
-    [told] = [line for line in out.splitlines() if "follows the last answer" in line]
+    [told] = [line for line in out.splitlines() if "behind the last answer" in line]
     assert told.endswith("line 4")
 
 

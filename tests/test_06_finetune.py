@@ -16,6 +16,7 @@ from support.harness import (
     ROOT,
     TINY,
     assert_refused,
+    checkpoints,
     config_of,
     drop_after,
     needs_compiler,
@@ -26,12 +27,13 @@ from support.harness import (
 
 from lm import chats, lora, shapes, weights
 from training.batches import PADDING, Batches
-from training.optim import warmup_cosine
+from training.optim import lr_factor
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 QWEN = {**TINY, "model_type": "qwen2", "tie_word_embeddings": True}
 STEPS, WARMUP, BATCH, RANK, LR = 10, 2, 6, 4, 1e-3
+ALPHA, MODULES = 12, "q_proj,v_proj,down_proj"
 FLAGS = (
     "--data",
     PAIRS,
@@ -142,10 +144,10 @@ def reference(folder: Path, rank: int):
         return theirs
     peft = pytest.importorskip("peft")
     theirs = peft.get_peft_model(
-        theirs, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+        theirs, peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=MODULES.split(","))
     )
     ours = weights.build(str(folder), shapes.read_config(str(folder)), seed=0)
-    lora.adapt(ours, rank=rank, alpha=2 * rank)
+    lora.adapt(ours, rank=rank, alpha=ALPHA, target_modules=MODULES.split(","))
     load("06_fsdp_zero/_finetune.py").init_adapters(ours, seed=0)
     named = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
@@ -160,7 +162,7 @@ def train_theirs(theirs, rows: list[dict], steps: int, lr: float, folder: Path) 
         (p for p in theirs.parameters() if p.requires_grad), lr, (0.9, 0.95), weight_decay=0
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_cosine(step, WARMUP, steps)
+        optimizer, lambda step: lr_factor(step, "cosine", WARMUP, steps)
     )
     how = {
         "per_device_train_batch_size": 1,
@@ -198,11 +200,14 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
     peft, steps = pytest.importorskip("peft"), STEPS if name == "folder" else 3
     folder = request.getfixturevalue(name)
     flags = (*FLAGS, "--model", folder, "--adapters", rank, "--steps", steps, "--lr", lr)
+    if rank:
+        flags += ("--alpha", ALPHA, "--target-modules", MODULES)
     result = train(SCRIPT, tmp_path, *flags, nproc=2)
     script, helper = load(SCRIPT), load("06_fsdp_zero/_finetune.py")
     args = Namespace(
-        data=PAIRS,
+        data=str(PAIRS),
         eval_data=None,
+        too_long="skip",
         seq_len=128,
         global_batch_size=BATCH,
         micro_batch_size=None,
@@ -234,7 +239,11 @@ def test_steps_are_those_of_peft_and_trainer_and_both_load_the_end(
 
 
 def test_killed_and_resumed_on_other_ranks_it_ends_alike_and_saves_adapters_alone(tmp_path, folder):
-    flags = (*FLAGS, "--model", folder, "--adapters", RANK, "--save-every", 4)
+    pairs = PAIRS.read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join(pairs[:8]), encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text("".join(pairs[8:]), encoding="utf-8")
+    mixture = ("--data", f"{tmp_path}/a.jsonl:0.7,{tmp_path}/b.jsonl:0.3")
+    flags = (*FLAGS, *mixture, "--model", folder, "--adapters", RANK, "--save-every", 4)
     whole = train(SCRIPT, tmp_path, *flags, nproc=2)
     drop_after(tmp_path, 4)
     names = saved(tmp_path, 4)["model"]
@@ -244,8 +253,58 @@ def test_killed_and_resumed_on_other_ranks_it_ends_alike_and_saves_adapters_alon
     assert resumed.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
     assert resumed.summary["val_loss"] == pytest.approx(whole.summary["val_loss"], rel=1e-5)
     drop_after(tmp_path, 4)
-    other_rank = train(SCRIPT, tmp_path, *flags, "--adapters", 2, "--resume", code=2)
-    assert_refused(other_rank, "--adapters")
+    other = ("--adapters 2", "--alpha 3.0", "--dropout 0.1", "--target-modules q_proj")
+    flags += (*" ".join(other).split(), "--data", mixture[1].replace("0.7", "0.6"))
+    assert_refused(train(SCRIPT, tmp_path, *flags, "--resume", code=2), "--data", *other)
+
+
+def test_epochs_are_steps_and_the_model_that_is_written_is_the_best(tmp_path, folder):
+    flags = (
+        "--data",
+        PAIRS,
+        "--model",
+        folder,
+        "--adapters",
+        0,
+        "--save-dtype",
+        "fp32",
+        "--device",
+    )
+    flags += ("cpu", "--epochs", 1.5, "--lr", 0.1, "--warmup-steps", 8, "--save-every", 1)
+    flags += ("--eval-every", 1, "--keep", 1, "--keep-best", "--run-dir", "run", "--dtype", "fp32")
+    result = run(SCRIPT, tmp_path, *flags, "--json", "summary.json")
+    assert result.code == 0, result
+    assert result.summary["steps"] == 8  # 1.5 x 29 rows in batches of 6
+    losses = result.column("val_loss")
+    best = losses.index(min(losses)) + 1
+    assert best < 8
+    assert result.summary["best_step"] == best
+    assert checkpoints(tmp_path) == [f"step-{best:08d}", "step-00000008"]
+    written = read(tmp_path / "run/model").state_dict()
+    for name, weight in saved(tmp_path, best)["model"].items():
+        assert torch.equal(weight, written[name])
+
+
+def test_dropout_is_that_of_peft_and_of_training_alone():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 8, bias=False)
+    ours = lora.LoRALinear(linear, rank=4, alpha=12)
+    ours.dropout = 0.5
+    torch.nn.init.normal_(ours.lora_B)
+    how = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.5, "target_modules": ["0"]}
+    theirs = peft.get_peft_model(torch.nn.Sequential(linear), peft.LoraConfig(**how))
+    named = dict(theirs.named_parameters())
+    for name in ("lora_A", "lora_B"):
+        named[f"base_model.model.0.{name}.default.weight"].data.copy_(getattr(ours, name))
+    x = torch.randn(5, 16)
+    outputs = {}
+    for training in (True, False):
+        for layer in (ours, theirs):
+            torch.manual_seed(1)
+            outputs[layer, training] = layer.train(training)(x)
+        torch.testing.assert_close(outputs[ours, training], outputs[theirs, training])
+    assert not torch.allclose(outputs[ours, True], outputs[ours, False])
 
 
 def test_packed_chats_are_trained_as_padded_ones_compiled_on_two_ranks_and_resumed_on_three(
@@ -356,7 +415,7 @@ PAIR = '{"prompt": "a", "completion": "b"}\n'
 REFUSALS = {  # lines of --data, flags, what the message has to name
     "no file": (None, "", ("chats.jsonl",)),
     "not json": (8 * PAIR + "hello", "", ("line 9",)),
-    "no chat": ('{"text": "a"}\n', "", ("line 1",)),
+    "no chat": ('{"texts": "a"}\n', "", ("line 1",)),
     "an answer that is no text": ('{"prompt": "a", "completion": 3}\n', "", ("line 1",)),
     "too few": (3 * PAIR, "", ("--data", "--global-batch-size")),
     "all too long": (8 * PAIR, "--seq-len 4", ("--seq-len 4",)),

@@ -69,6 +69,70 @@ def test_each_sequence_once_per_epoch_in_a_new_permutation():
     assert len({tuple(epoch) for epoch in epochs}) == 6
 
 
+def test_a_mixture_has_its_weights_in_each_thousand_on_any_ranks_and_after_a_resume(tmp_path):
+    sizes = {"a": 250, "b": 31, "c": 9}  # sequences of 8 tokens
+    for name, count in sizes.items():
+        text = "".join(f"{name}{i:06d}\n" for i in range(count))
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    names = [str(tmp_path / f"{name}.txt") for name in sizes]
+    mixed = ",".join(f"{name}:{weight}" for name, weight in zip(names, (7, 2, 1), strict=True))
+    eval_text = tmp_path / "eval.txt"
+    eval_text.write_text("some other text", encoding="utf-8")
+    corpus = data.load_corpus(mixed, "bytes", eval_data=str(eval_text))
+
+    def texts(world_size: int, start: int, count: int) -> list[str]:
+        """Return the sequences that all ranks read from a step on, in rank order."""
+        sizes = SimpleNamespace(seq_len=8, global_batch_size=100, micro_batch_size=None, seed=3)
+        steps = [[] for _ in range(count)]
+        for rank in range(world_size):
+            samples = data.sequences(corpus, seq_len=8)
+            batches = Batches(*samples, sizes, rank=rank, world_size=world_size)
+            for step, (inputs, _) in zip(steps, batches.stream(start), strict=False):
+                step += [bytes(row.tolist()).decode() for row in inputs]
+        return list(itertools.chain.from_iterable(steps))
+
+    stream = texts(1, 0, 30)
+    assert texts(2, 0, 30) == texts(5, 0, 30) == stream
+    assert texts(4, 15, 15) == stream[1500:]
+    for start in (0, 1000, 2000):
+        block = "".join(text[0] for text in stream[start : start + 1000])
+        assert [block.count(name) for name in sizes] == [700, 200, 100]
+    for name, count in sizes.items():
+        of_part = [text for text in stream if text[0] == name]
+        assert len(set(of_part[:count])) == len(set(of_part[count : 2 * count])) == count
+
+    same = data.load_corpus(mixed, "bytes", eval_data=str(eval_text))
+    others = [mixed.replace(":7", ":6"), ",".join(names)]
+    hashes = [data.load_corpus(m, "bytes", eval_data=str(eval_text)).sha256 for m in others]
+    assert same.sha256 == corpus.sha256
+    assert len({corpus.sha256, *hashes}) == 3
+    whole = data.load_corpus(",".join(names), "bytes")
+    assert (
+        len(whole.train) + len(whole.held_out) == 8 * sum(sizes.values()) + 6
+    )  # and an end for each side
+
+
+MIXTURES_REFUSED = {
+    "a.txt:1,b.txt": "b.txt:0.5",
+    "a.txt:1,b.txt:0": "no weight above 0",
+    "a.txt,a.txt": "twice",
+    "a.txt,": "empty",
+    "a.txt:1000000,b.txt:1": "thousandth",
+    "a.txt,link.txt": "two parts",
+}
+
+
+@pytest.mark.parametrize("mixed", MIXTURES_REFUSED)
+def test_a_mixture_that_cannot_be_read_is_refused(tmp_path, monkeypatch, mixed):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Path(f"{name}.txt").write_text(f"text of {name}\n" * 200, encoding="utf-8")
+    Path("link.txt").symlink_to("a.txt")
+    sizes = SimpleNamespace(seq_len=8, global_batch_size=2, micro_batch_size=None, seed=3)
+    with pytest.raises(UserError, match=MIXTURES_REFUSED[mixed]):
+        Batches(*data.sequences(data.load_corpus(mixed), 8), sizes, rank=0, world_size=1)
+
+
 @pytest.mark.parametrize("world_size", [1, 3, 64])
 @pytest.mark.parametrize("n", [10, 96])
 def test_ranks_share_the_held_out_sequences(world_size, n):

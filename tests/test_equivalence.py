@@ -456,9 +456,15 @@ def test_background_saves_hold_what_foreground_saves_hold(runs, tmp_path, corpus
         assert ours["scheduler"] == theirs["scheduler"]
 
 
-def test_keep_prunes_the_oldest(tmp_path, corpus):
-    train(BASELINE, tmp_path, "--data", corpus, "--save-every", 3, "--keep", 2)
-    assert checkpoints(tmp_path) == ["step-00000018", "step-00000020"]
+def test_keep_prunes_the_oldest_and_keep_best_spares_the_best(tmp_path, corpus):
+    flags = ("--data", corpus, "--save-every", 3, "--keep", 2)
+    best = ("--keep-best", "--eval-every", 3, "--lr", 0.4, "--warmup-steps", 20)
+    result = train(BASELINE, tmp_path, *flags, *best)
+    losses = {r["step"]: r["val_loss"] for r in result.records if "val_loss" in r}
+    step = min(losses, key=losses.get)
+    assert step < 18  # since the rate goes on rising
+    assert checkpoints(tmp_path) == [f"step-{step:08d}", "step-00000018", "step-00000020"]
+    assert f"step-{step:08d}, held-out loss {losses[step]:.4f}" in result.out
 
 
 READERS = """

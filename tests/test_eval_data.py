@@ -329,7 +329,7 @@ def test_a_finetuning_run_resumes_with_longer_chats_for_evaluation(tmp_path, bas
 CHATS_REFUSED = {
     "the same file": (PAIRS.read_text(encoding="utf-8"), "--data"),
     "no chat": ("\n", "no row"),
-    "no answer": ('{"messages": [{"role": "user", "content": "hi"}]}', "1 without an answer"),
+    "no answer": ('{"messages": [{"role": "user", "content": "hi"}]}', "without an answer"),
     "no JSON": ("{", "line 1"),
 }
 

@@ -75,7 +75,7 @@ def train(with_texts, device):
     stream = Batches(*samples, args, rank=rank, world_size=world_size).stream(0)
     net, train_net = build(device)
     net.model.layers["0"].mlp.register_forward_hook(dropout)
-    optimizer, _ = optim.adamw_cosine(net, lr=0.01, weight_decay=0.1, warmup_steps=1, steps=3)
+    optimizer, _ = optim.adamw(net, lr=0.01, weight_decay=0.1, warmup_steps=1, steps=3)
     texts = []
     for _ in range(3):
         train_net(*next(stream)).backward()

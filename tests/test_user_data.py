@@ -331,7 +331,9 @@ def test_a_run_does_not_resume_with_other_content(started, case):
 
 @pytest.mark.parametrize("days", [1, 400])
 def test_a_run_keeps_the_date_of_its_first_start(tmp_path, days, monkeypatch):
-    args = Namespace(run_dir=tmp_path / "run", resume=True, keep=1, async_save=False)
+    args = Namespace(
+        run_dir=tmp_path / "run", resume=True, keep=1, keep_best=False, async_save=False
+    )
     first = checkpoint.start_date(args)
     assert abs((datetime.now() - first).total_seconds()) < 60
     settings = {"--model": "nano", "--data": "chats", "--seed": 0}

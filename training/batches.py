@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.exits import UserError
+from common.runtime import print0
+from training.mixture import Mixture
 
 EVAL_SEQUENCES = 96  # an evaluation reads at most so many held-out samples, evenly spaced
 PADDING = -100  # a target that the loss ignores: ignore_index of F.cross_entropy
@@ -52,6 +54,8 @@ class Batches:
     Positions 0 to 9 are the first epoch. The second epoch starts in the middle of step 1. Of four
     ranks, each reads one micro-batch per step: in step 0, rank 0 reads [0, 1], rank 1 reads [2, 3],
     rank 2 reads [4, 5], and rank 3 reads [6, 7].
+
+    A mixture of data sets has another order of its positions: see training/mixture.py.
     """
 
     def __init__(
@@ -62,11 +66,14 @@ class Batches:
         Args:
             train: The training samples, a Dataset with a length. A sample is a pair of tensors
                 (inputs, targets). The samples have equal shapes, except where the Dataset has a
-                method __getitems__ that pads the samples of a micro-batch to equal shapes.
+                method __getitems__ that pads the samples of a micro-batch to equal shapes. If it
+                has an attribute `mixture`, the samples of several data sets follow each other, and
+                the attribute is their numbers and weights, for training.mixture.Mixture.
             held_out: The samples of the evaluation, all of equal shapes. The loss must ignore
                 targets that are PADDING.
             args: The flags global_batch_size, micro_batch_size, seed and seq_len. If
-                micro_batch_size is None, a rank reads its share as one micro-batch.
+                micro_batch_size is None, a rank reads its share as one micro-batch. If there is
+                epochs, and it is not None, this sets steps to that many epochs.
             rank: The data-parallel index of this rank. Ranks that hold parts of the same model, as
                 in tensor parallelism, read the same samples and pass the same index.
             world_size: The number of data-parallel indices.
@@ -103,6 +110,12 @@ class Batches:
         _, targets = held_out[0]
         self.tokens_per_step = self.global_batch_size * targets.numel()
 
+        if getattr(args, "epochs", None):
+            self._set_steps(args)
+        self.mixture = None
+        parts = getattr(train, "mixture", None)
+        if parts is not None:
+            self.mixture = Mixture(parts, args.seed)
         # Keep the orders of two epochs: a step can read the end of one and the start of the next.
         self._order_of_epoch = lru_cache(maxsize=2)(self._shuffle)
 
@@ -110,6 +123,20 @@ class Batches:
     def accumulation_steps(self) -> int:
         """Return how many micro-batches this rank reads per optimizer step."""
         return self.samples_per_rank // self.micro_batch_size
+
+    def _set_steps(self, args) -> None:
+        """Set args.steps to the number of steps in args.epochs epochs, rounded up."""
+        if getattr(self.train, "mixture", None) is not None:
+            raise UserError(
+                f"--epochs {args.epochs:g}: each part of a mixture has epochs of its own: use "
+                "--steps, or --data without weights"
+            )
+        samples = round(args.epochs * len(self.train), 6)
+        args.steps = math.ceil(samples / self.global_batch_size)
+        print0(
+            f"--epochs {args.epochs:g} of {len(self.train):,} training samples: {args.steps:,} "
+            f"steps of {self.global_batch_size}"
+        )
 
     def _check_length(
         self, flag: str, part: str, samples: Dataset, needed: int, seq_len: int
@@ -133,6 +160,9 @@ class Batches:
         start = step * self.global_batch_size
         indices = []
         for position in range(start, start + self.global_batch_size):
+            if self.mixture is not None:
+                indices.append(self.mixture.index(position))
+                continue
             epoch, place = divmod(position, len(self.train))
             indices.append(int(self._order_of_epoch(epoch)[place]))
         return indices

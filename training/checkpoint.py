@@ -12,7 +12,8 @@ A run has one folder:
         config.json     the shape of the model, as Hugging Face writes it; not for your own model
         hashes.json     the SHA-256 of each file in this folder
     step-00000300-xxxxxxxx.tmp/    a checkpoint that is being written, or that a killed process left
-    step-00000100-xxxxxxxx.old/    a checkpoint that is being deleted: --keep N keeps the newest N
+    step-00000100-xxxxxxxx.old/    a checkpoint that is being deleted: --keep N keeps the newest N,
+                        and --keep-best the one with the lowest held-out loss, too
     broken-step-...     a checkpoint that a resume found damaged
 
 A rank is one of the processes that train together, usually with one GPU each. A shard is the part
@@ -60,6 +61,7 @@ from training.run_folder import (
     RUN_FILE,
     RUN_FILES,
     file_sha256,
+    find_best,
     find_damage,
     is_checkpoint,
     list_checkpoints,
@@ -106,6 +108,7 @@ class Run:
         run_dir     Path of the folder, or None for a new one in runs/
         resume      bool: whether the folder may hold checkpoints
         keep        int: how many of the newest checkpoints to keep; 0 saves none
+        keep_best   bool: whether to keep the one with the lowest held-out loss, too
         async_save  bool: whether a thread writes checkpoints
 
     Raise UserError if the folder cannot be written to, is not visible to all ranks, is in use by
@@ -116,6 +119,7 @@ class Run:
         _check_same_on_all_ranks(settings)
         self.settings = settings
         self.keep = args.keep
+        self.keep_best = args.keep_best
         self.folder = args.run_dir or on_rank0(_new_folder)
         on_rank0(lambda: self._open_folder(settings, args))
         self._check_visible_to_all_ranks()
@@ -335,7 +339,10 @@ class Run:
         # The new checkpoint is complete: a failure to delete old ones must not end the run.
         with contextlib.suppress(OSError):
             checkpoints = [path for path in list_checkpoints(self.folder) if is_checkpoint(path)]
+            best = find_best(self.folder) if self.keep_best else None
             for path in checkpoints[: -self.keep]:
+                if best is not None and path == best.folder:
+                    continue
                 if not path.is_symlink():  # the user has moved it, and may need it there
                     files.delete_replaced(path)
 
@@ -397,12 +404,27 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     All ranks must call this. Their number may differ from when the checkpoint was saved. Return 0
     if the run has no checkpoint.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
     path = run.find_intact()
     if path is None:
         return 0
+    return _load(path, run, net, optimizer, scheduler, scaler)
+
+
+def load_best(run: Run, net, optimizer, scheduler, scaler=None) -> int:
+    """Load the checkpoint of `run` with the lowest held-out loss. Return its step.
+
+    All ranks must call this, after run.wait().
+    """
+    best = on_rank0(lambda: find_best(run.folder))
+    assert best is not None, f"{run.folder} has no checkpoint that was evaluated"
+    print0(f"the lowest held-out loss, {best.val_loss:.4f}, is that of {best.folder}")
+    return _load(best.folder, run, net, optimizer, scheduler, scaler)
+
+
+def _load(path: Path, run: Run, net, optimizer, scheduler, scaler) -> int:
+    """Load a checkpoint into the given objects. Return its step."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     # dcp.load replaces the values of this state in place: the tensors, which are the shards of this
     # rank, and the numbers. Step 0 is a placeholder.

@@ -45,6 +45,7 @@ FIXED_FLAGS = (
     "seq_len",
     "global_batch_size",
     "lr",
+    "schedule",
     "warmup_steps",
     "weight_decay",
     "clip_norm",
@@ -63,12 +64,17 @@ REMEMBERED_FLAGS = (
     "deterministic",
     "save_every",
     "keep",
+    "keep_best",
     "async_save",
     "eval_every",
     "log_every",
     "tensorboard",
     "wandb",
-    "adapters",  # of 06_fsdp_zero/finetune.py, with save_dtype and packing
+    "adapters",  # this and what follows, of 06_fsdp_zero/finetune.py
+    "alpha",
+    "dropout",
+    "target_modules",
+    "too_long",
     "save_dtype",
     "packing",
 )
@@ -79,6 +85,7 @@ class TrainingParser(Parser):
 
     names = Parser.names | set(MODEL_NAMES)
     folders_of_outputs = frozenset({"--run-dir"})
+    mixtures = frozenset({"--data", "--eval-data"})
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
@@ -92,7 +99,8 @@ class TrainingParser(Parser):
         add(
             "--data",
             default="stdlib",
-            help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's",
+            help="stdlib, a text, .jsonl or .parquet, a folder, hf:NAME, or prepare_data's; "
+            "several: A,B (all of each), A:0.7,B:0.3 (mixed by weight)",
         )
         add(
             "--eval-data",
@@ -120,15 +128,28 @@ class TrainingParser(Parser):
         )
         add("--num-workers", type=processes, default=0, help="data loading processes per rank")
 
-        add = self.add_argument_group("optimization").add_argument
-        add(
+        optimization = self.add_argument_group("optimization")
+        length = optimization.add_mutually_exclusive_group()
+        length.add_argument(
             "--steps",
             type=positive_int,
             help="optimizer steps; may grow on --resume "
             f"(default: {ON_CPU.steps}, on a GPU without --model {ON_GPU.steps})",
         )
+        length.add_argument(
+            "--epochs",
+            type=positive,
+            help="in place of --steps: how often to train on each sample of --data",
+        )
+        add = optimization.add_argument
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
+        add(
+            "--schedule",
+            choices=("constant", "linear", "cosine"),
+            default="cosine",
+            help="learning rate after the warm-up: it falls to 0 (linear) or a tenth (cosine)",
+        )
         add("--weight-decay", type=not_negative, default=0.1)
         add(
             "--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any"
@@ -179,6 +200,12 @@ class TrainingParser(Parser):
             help="steps between checkpoints (0: at the end only)",
         )
         add("--keep", type=natural, default=3, help="newest checkpoints to keep (0: save none)")
+        add(
+            "--keep-best",
+            action=argparse.BooleanOptionalAction,
+            default=False,
+            help="keep the checkpoint with the lowest held-out loss, too",
+        )
         add(
             "--async-save",
             action=argparse.BooleanOptionalAction,
@@ -235,6 +262,8 @@ class TrainingParser(Parser):
                     args.given.add(name)
         _fill(args, default_flags(on_gpu=uses_gpu(args.device), model=args.model))
         _fill(args, SMALL)
+        if args.keep_best:
+            check_keep_best(args)
         check_packages(tensorboard=args.tensorboard, wandb=args.wandb)
         self.check_outputs(args)  # again, with the flags of the run that is resumed
         return args
@@ -292,6 +321,17 @@ def uses_gpu(device: str) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= (7, 0)
+
+
+def check_keep_best(args: argparse.Namespace) -> None:
+    """Raise UserError for --keep-best if checkpoints are not saved, or not evaluated."""
+    is_evaluated = args.eval_every and args.save_every and args.save_every % args.eval_every == 0
+    if not is_evaluated or args.keep == 0:
+        raise UserError(
+            f"--keep-best compares checkpoints by their held-out loss: --save-every "
+            f"{args.save_every} has to be a multiple of --eval-every {args.eval_every}, both at "
+            f"least 1, and --keep {args.keep} at least 1"
+        )
 
 
 def remembered_flags(args: argparse.Namespace, micro_batch_size: int | None) -> dict:

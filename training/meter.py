@@ -26,6 +26,7 @@ from common.hardware import device_name
 from common.progress import print_line
 from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
 from training import run_folder, trackers
+from training.run_folder import read_records
 
 COLUMNS = 80  # of the console
 # A log line shows the share of time in the loader, and the slowest rank, if they are at least this.
@@ -256,12 +257,14 @@ class Meter:
         model: str,
         parameters: int | None,
         json_path: Path | None,
+        details: dict | None = None,
         **own_values,
     ) -> None:
         """Print the summary of the run, and write it to `json_path` unless that is None.
 
         Losses are those of the whole run, throughput and seconds those of this process. `model` is
-        a name, `parameters` a count. `own_values` are further keys of the summary.
+        a name, `parameters` a count. `own_values` are further keys of the summary, and `details`
+        those that are not printed.
         """
         peak_memory_bytes = max(all_gather(report.peak_memory_bytes(self.device)))
         if not is_rank0():
@@ -296,7 +299,7 @@ class Meter:
             "seconds": time.perf_counter() - self.start_time,
             **own_values,
         }
-        report.summary(summary, json_path)
+        report.summary(summary, json_path, details)
         self._print_what_is_left(step)
 
     def _print_what_is_left(self, step: int) -> None:
@@ -305,6 +308,9 @@ class Meter:
         picture = self.folder / "loss.png"
         if picture.is_file():
             print(f"picture: {picture}")
+        best = run_folder.find_best(self.folder)
+        if best is not None and best.step < step:
+            print(f"best:    {best.folder}, held-out loss {best.val_loss:.4f}")
         command = run_folder.command_to_ask(self.folder, step)
         if command is not None:
             print(f"ask it:  {command}")
@@ -369,21 +375,6 @@ class Meter:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def read_records(file: Path) -> list[dict]:
-    """Return the records of a metrics.jsonl; an empty list if there is no such file.
-
-    Leave out lines that are damaged or incomplete, for example after a power cut.
-    """
-    if not file.exists():
-        return []
-    records = []
-    # What follows the last newline is incomplete.
-    for line in file.read_bytes().split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
 def _largest(measured_by_rank: list[dict], name: str) -> float:

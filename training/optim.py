@@ -8,10 +8,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def adamw_cosine(
-    net: nn.Module, *, lr: float, weight_decay: float, warmup_steps: int, steps: int
+def adamw(
+    net: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    warmup_steps: int,
+    steps: int,
+    schedule: str = "cosine",
 ) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """Create AdamW and a schedule of linear warm-up and cosine decay.
+    """Create AdamW and its learning-rate schedule.
 
     Only parameters that require gradients are optimized. Weight decay applies to parameters with
     two or more dimensions. Vectors, which are norm weights and biases, get none: a norm weight
@@ -22,6 +28,7 @@ def adamw_cosine(
         weight_decay: Weight decay of the matrices.
         warmup_steps: Optimizer steps of the warm-up.
         steps: Optimizer steps of the whole run.
+        schedule: "constant", "linear" or "cosine": see lr_factor.
 
     Returns:
         The optimizer and the scheduler. Call scheduler.step() after each optimizer step.
@@ -43,17 +50,22 @@ def adamw_cosine(
         groups.append({"params": vectors, "weight_decay": 0.0})
 
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-    factor = partial(warmup_cosine, warmup_steps=warmup_steps, steps=steps)
+    factor = partial(lr_factor, schedule=schedule, warmup_steps=warmup_steps, steps=steps)
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+def lr_factor(step: int, schedule: str, warmup_steps: int, steps: int) -> float:
     """Return the factor on the peak learning rate at a step, counted from 0.
 
-    The factor rises linearly and reaches 1 at the last step of the warm-up. It then falls along
-    half a cosine, from 1 to 0.1 at `steps`, and stays there.
+    The factor rises linearly and reaches 1 at the last step of the warm-up. Then it depends on the
+    schedule: "constant" stays at 1, "linear" falls to 0 at `steps`, and "cosine" falls along half a
+    cosine to 0.1 at `steps`.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
     done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))  # from 0 to 1
+    if schedule == "linear":
+        return 1.0 - done
     return 0.55 + 0.45 * math.cos(math.pi * done)

@@ -3,12 +3,14 @@
 This file does not import torch, so that the planner can use it on any machine.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 CONVERT = Path(__file__).parents[1] / "06_fsdp_zero/convert_checkpoint.py"
 ASK = Path(__file__).parents[1] / "09_inference/infer_70b.py"
@@ -46,6 +48,15 @@ def read_run(folder: Path) -> dict[str, dict]:
         found[name] = value if isinstance(value, dict) else {}
     if not {"--model", "--data", "--seed"} <= found["settings"].keys():
         return {"settings": {}, "flags": {}}
+    # What version 0.3.0 had, without a flag.
+    settings = found["settings"]
+    settings.setdefault("--schedule", "cosine")
+    if settings.get("--adapters"):
+        settings.setdefault("--alpha", 2 * settings["--adapters"])
+        settings.setdefault("--dropout", 0.0)
+        settings.setdefault(
+            "--target-modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+        )
     return found
 
 
@@ -70,6 +81,43 @@ def list_checkpoints(folder: Path) -> list[Path]:
         if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir():
             found.append(path)
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+class Evaluated(NamedTuple):
+    """A checkpoint and its loss on held-out data."""
+
+    step: int
+    folder: Path
+    val_loss: float
+
+
+def find_best(folder: Path) -> Evaluated | None:
+    """Return the checkpoint with the lowest held-out loss, or None if none was evaluated."""
+    losses = {}
+    for record in read_records(folder / "metrics.jsonl"):
+        if "val_loss" in record:
+            losses[record["step"]] = record["val_loss"]
+    best = None
+    for path in list_checkpoints(folder):
+        step = int(path.name.removeprefix("step-"))
+        if step in losses and (best is None or losses[step] < best.val_loss):
+            best = Evaluated(step, path, losses[step])
+    return best
+
+
+def read_records(file: Path) -> list[dict]:
+    """Return the records of a metrics.jsonl; an empty list if there is no such file.
+
+    Leave out lines that are damaged or incomplete, for example after a power cut.
+    """
+    if not file.exists():
+        return []
+    records = []
+    # What follows the last newline is incomplete.
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
 def find_damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
