@@ -68,8 +68,8 @@ def answer_logprobs(model, sequences):
 
 def pair_logprobs(model, numbers):
     """Return log p of the chosen and of the rejected answers, [pairs] each, from one forward."""
-    chosen = [text(number, is_reversed=True) for number in numbers]
-    rejected = [text(number, is_reversed=False) for number in numbers]
+    chosen = [make_text(number, is_reversed=True) for number in numbers]
+    rejected = [make_text(number, is_reversed=False) for number in numbers]
     return answer_logprobs(model, encode(chosen + rejected)).chunk(2)
 
 
@@ -85,8 +85,8 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
 @torch.no_grad()
 def reference_logprobs(model):
     """Return log p of both answers of all pairs, [pairs, 2], the same on every rank."""
-    # YOURS: with dropout, call model.eval() here. With more data, loop over batches. Each rank must
-    # then have equally many, because FSDP gathers weights in each forward.
+    # YOURS: switch dropout off, here and in training: else the first loss is not log(2). With more
+    # data, loop over batches, equally many on each rank: FSDP gathers weights in each forward.
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     result = torch.zeros(len(TRAIN_NUMBERS), 2, device=DEVICE)
@@ -108,7 +108,7 @@ TRAIN_NUMBERS = [number for number in NUMBERS if zlib.crc32(number.encode()) % 5
 TEST_NUMBERS = [number for number in NUMBERS if zlib.crc32(number.encode()) % 5 == 0]
 
 
-def text(number, is_reversed):
+def make_text(number, is_reversed):
     """Return a prompt with the right answer, or with a copy of the prompt as its answer."""
     answer = number[::-1] if is_reversed else f"{number}="
     return f"{number}={answer}."
@@ -126,7 +126,7 @@ def teacher_texts(step):
     generator = random.Random(f"{SEED} {step}")
     texts = []
     for number in generator.choices(TRAIN_NUMBERS, k=SFT_ROWS):
-        texts.append(text(number, is_reversed=generator.random() < 0.3))
+        texts.append(make_text(number, is_reversed=generator.random() < 0.3))
     return texts
 
 
@@ -208,7 +208,7 @@ def sum_over_ranks(*numbers):
 def accuracy(model):
     """Return the share of held-out prompts whose greedy answer is the reversed number."""
     numbers = TEST_NUMBERS[dist.get_rank() :: dist.get_world_size()]
-    sequences = encode([text(number, is_reversed=True) for number in numbers])
+    sequences = encode([make_text(number, is_reversed=True) for number in numbers])
     predicted = model(sequences[:, :-1]).argmax(dim=-1).unflatten(0, (len(numbers), -1))
     predicted = predicted[:, PROMPT_TOKENS - 1 :]
     answers = sequences[:, PROMPT_TOKENS:]

@@ -51,8 +51,10 @@ def test_the_number_of_ranks_changes_nothing(nproc, once, tmp_path):
     *_, norms = expected.unbind(dim=1)
     assert norms.min() > 0.01  # something is learned
     result = run_small(tmp_path, nproc)
-    # Accuracies and five digits or more of losses, margins, log p and norms
-    torch.testing.assert_close(table(result), expected, rtol=1e-5, atol=3e-6)
+    actual = table(result)
+    # In the first step margins are 0 up to rounding, so any share of them may be above 0.
+    actual[0, 2] = expected[0, 2]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=3e-6)
     checked = [line for line in result.out.splitlines() if line.startswith("checked: ")]
     assert len(checked) == 3
 
@@ -65,8 +67,8 @@ def test_the_loss_is_that_of_trl(beta):
     dpo = load(SCRIPT)
     numbers = ["407", "001", "222", "980", "314"]
     pairs = len(numbers)
-    texts = [dpo.text(number, is_reversed=True) for number in numbers]
-    texts += [dpo.text(number, is_reversed=False) for number in numbers]
+    texts = [dpo.make_text(number, is_reversed=True) for number in numbers]
+    texts += [dpo.make_text(number, is_reversed=False) for number in numbers]
     sequences = dpo.encode(texts)
     torch.manual_seed(0)
     logits = torch.randn(2 * pairs, sequences.shape[1] - 1, dpo.VOCABULARY)
