@@ -230,7 +230,9 @@ class PackedRows(torch.utils.data.Dataset):
         self.unpacked = Rows(rows, seq_len)
         lengths = [self.unpacked.length(i) for i in range(len(rows))]
         self.packed = best_fit(lengths, seq_len)
-        self.lengths = [sum(lengths[i] for i in members) for members in self.packed]
+        self.lengths = []
+        for members in self.packed:
+            self.lengths.append(sum(lengths[i] for i in members))
         self.size = max(self.lengths, default=0)
 
     def __len__(self) -> int:

@@ -4,6 +4,8 @@ A row's positions tell where its documents begin: there they are 0.
 """
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,8 +29,12 @@ def use_varlen(net: model.Transformer) -> None:
 
     It needs CUDA, and bf16 or fp16. Give it `document_ends` as its mask.
     """
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
+    attend = partial(attend_to_documents, varlen_attn=varlen_attn, takes_groups=takes_groups)
     for block in net.model.layers.values():
-        block.self_attn.attend = attend_to_documents
+        block.self_attn.attend = attend
 
 
 def document_mask(positions: Tensor) -> Tensor:
@@ -62,6 +68,8 @@ def attend_to_documents(
     *,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    varlen_attn: Callable[..., Tensor],
+    takes_groups: bool,
 ) -> Tensor:
     """Compute causal attention of each document by itself; return [batch, heads, tokens, head_dim].
 
@@ -70,13 +78,11 @@ def attend_to_documents(
     """
     if ends is None:
         return model.attend(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
-    from torch.nn.attention.varlen import varlen_attn
-
     batch, heads, tokens, _ = q.shape
     options = {"window_size": (-1, 0)}  # causal; by default it is not
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if takes_groups:
         options["enable_gqa"] = enable_gqa
-    else:  # torch 2.11
+    else:
         group = heads // k.shape[1]
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)

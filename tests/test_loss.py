@@ -34,7 +34,9 @@ def test_gradients_are_those_of_the_plain_loss_and_an_eighth_of_the_logits_is_al
 ):
     inputs, targets = torch.randint(VOCABULARY, (2, 3, 43)).unbind()  # 8 does not divide 129
     targets[:, :11] = PADDING
-    losses, gradients, logits = [], [], []
+    losses = []
+    gradients = []
+    logits = []
     for method in ("plain", "chunked"):
         net = weights.build("nano", CONFIG, seed=0)
         net.lm_head.weight.requires_grad_(not frozen_head)
@@ -43,9 +45,9 @@ def test_gradients_are_those_of_the_plain_loss_and_an_eighth_of_the_logits_is_al
             with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"):
                 loss = net(inputs, targets, reduction="sum") / 7
             loss.backward()
-        losses += [loss.item()]
-        gradients += [[p.grad for p in net.parameters() if p.grad is not None]]
-        logits += [largest.logits]
+        losses.append(loss.item())
+        gradients.append([p.grad for p in net.parameters() if p.grad is not None])
+        logits.append(largest.logits)
         with torch.no_grad():
             mean = net(inputs, targets)
         assert mean.item() == pytest.approx(losses[0] * 7 / (3 * 32), rel=tolerance)
