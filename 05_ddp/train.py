@@ -125,7 +125,7 @@ def main() -> int:
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
-        schedule=args.schedule,
+        schedule=args.lr_schedule,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     runtime.print0(

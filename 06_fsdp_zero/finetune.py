@@ -258,7 +258,7 @@ def main() -> int:
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
-        schedule=args.schedule,
+        schedule=args.lr_schedule,
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)

@@ -175,7 +175,7 @@ def main() -> int:
         weight_decay=args.weight_decay,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
-        schedule=args.schedule,
+        schedule=args.lr_schedule,
     )
     runtime.print0(
         f"{objects.name}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"

@@ -162,7 +162,7 @@ def make_engine(model, args, batches, device, *, load_universal):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     factor = partial(
         optim.lr_factor,
-        schedule=args.schedule,
+        schedule=args.lr_schedule,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )

@@ -37,7 +37,9 @@ def test_warmup_then_cosine(tmp_path):
 
 def test_constant_and_linear_are_those_of_transformers_behind_the_warm_up(tmp_path):
     steps = 10
-    linear = train(SCRIPT, tmp_path / "1", "--lr", 0.01, "--steps", steps, "--schedule", "linear")
+    linear = train(
+        SCRIPT, tmp_path / "1", "--lr", 0.01, "--steps", steps, "--lr-schedule", "linear"
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 4, steps)
     expected = [0.01 * theirs.lr_lambdas[0](step) for step in range(steps)]

@@ -509,7 +509,8 @@ def test_rows_that_are_all_too_long_say_which_length_would_do(tmp_path, expected
 
 def test_rows_that_are_too_long_are_cut_and_counted(tmp_path, expected):
     """A row whose first answer begins behind --seq-len would have no target: it is left out."""
-    longest = {"prompt": "q" * longest_row(expected), "completion": "yes"}
+    question = "".ljust(longest_row(expected), "q")
+    longest = {"prompt": question, "completion": "yes"}
     text = GOOD + lines([longest, {"text": "no chat"}])
     (tmp_path / "chats.jsonl").write_text(text, encoding="utf-8")
     length = longest_row(expected) - 2

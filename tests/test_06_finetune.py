@@ -33,7 +33,8 @@ SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 QWEN = {**TINY, "model_type": "qwen2", "tie_word_embeddings": True}
 STEPS, WARMUP, BATCH, RANK, LR = 10, 2, 6, 4, 1e-3
-ALPHA, MODULES = 12, "q_proj,v_proj,down_proj"
+ALPHA = 12
+MODULES = "q_proj,v_proj,down_proj"
 FLAGS = (
     "--data",
     PAIRS,

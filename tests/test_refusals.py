@@ -205,7 +205,7 @@ def test_a_folder_with_another_runs_settings(tmp_path, trained, script):
         "--seq-len": 16,
         "--global-batch-size": 24,
         "--lr": 0.5,
-        "--schedule": "linear",
+        "--lr-schedule": "linear",
         "--warmup-steps": 3,
         "--weight-decay": 0.2,
         "--clip-norm": 2.0,

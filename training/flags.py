@@ -45,7 +45,7 @@ FIXED_FLAGS = (
     "seq_len",
     "global_batch_size",
     "lr",
-    "schedule",
+    "lr_schedule",
     "warmup_steps",
     "weight_decay",
     "clip_norm",
@@ -145,7 +145,7 @@ class TrainingParser(Parser):
         add("--lr", type=positive, help="peak learning rate (default: the model's, nano 2e-3)")
         add("--warmup-steps", type=natural, help="steps of warm-up (default: the model's, nano 10)")
         add(
-            "--schedule",
+            "--lr-schedule",
             choices=("constant", "linear", "cosine"),
             default="cosine",
             help="learning rate after the warm-up: it falls to 0 (linear) or a tenth (cosine)",

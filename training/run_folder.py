@@ -50,7 +50,7 @@ def read_run(folder: Path) -> dict[str, dict]:
         return {"settings": {}, "flags": {}}
     # What version 0.3.0 had, without a flag.
     settings = found["settings"]
-    settings.setdefault("--schedule", "cosine")
+    settings.setdefault("--lr-schedule", "cosine")
     if settings.get("--adapters"):
         settings.setdefault("--alpha", 2 * settings["--adapters"])
         settings.setdefault("--dropout", 0.0)
