@@ -34,7 +34,7 @@ from support.harness import (
 )
 
 DDP, *OTHERS = SEVERAL
-LONG = ("--steps", 60, "--deterministic", "--save-every", 4)  # long enough to be hit while it runs
+LONG = ("--steps", 60, "--deterministic", "--save-every", 10)  # long enough to be hit while it runs
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,9 @@ def test_micro_batches_of_any_size_have_one_loss(never_stopped, tmp_path):
     assert_equal_up_to_rounding(tmp_path, never_stopped(DDP, None).folder)
 
 
-@pytest.mark.parametrize(("script", "nproc"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("script", "nproc"), [(DDP, 2), *(in_full(FSDP, nproc) for nproc in (None, 2, 3))]
+)
 def test_a_killed_run_resumes_bit_for_bit(script, nproc, never_stopped, tmp_path):
     killed(script, tmp_path, nproc)
     result = resumable(script, tmp_path, nproc=nproc)
@@ -151,7 +153,7 @@ def test_a_run_resumes_on_other_ranks_and_with_the_other_script(
     ("script", "nproc", "number"),
     [
         (DDP, 2, signal.SIGTERM),
-        (FSDP, None, signal.SIGUSR1),
+        in_full(FSDP, None, signal.SIGUSR1),
         in_full(DDP, 2, signal.SIGUSR1),
         in_full(FSDP, None, signal.SIGTERM),
     ],

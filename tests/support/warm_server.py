@@ -11,6 +11,7 @@ agent does what torchrun's does: it sets the ranks' environment, holds the store
 when one fails. On demand the agent is torch's own, and then its ranks are started anew, as it always does.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -25,6 +26,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -242,6 +244,13 @@ def main() -> None:
         trackers = importlib.import_module("training.trackers")
         trackers.save_loss_plot = leave_a_blank_picture
     runpy.run_path(sys.argv[0], run_name="__main__")
+    # A script that is not started through exits.run has returned. To take down all that the server
+    # has imported would take longer than a small run.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
