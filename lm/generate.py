@@ -230,7 +230,9 @@ class Generated:
     decode_steps: int = 0
 
 
-@torch.inference_mode()
+# Not in inference mode: DTensor has no rule for aten.linear, which it sees there as a whole, and
+# works one out for each shape. With torch.no_grad() it sees the matmul.
+@torch.no_grad()
 def generate(
     prefill,
     decode,

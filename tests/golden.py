@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -157,24 +158,27 @@ def tokens_of_transformers(folder: Path, prompt: str) -> list[int]:
     return ids[-NEW_TOKENS:]
 
 
-def go(folder: Path, commands: list[str]) -> list[list]:
-    """Run the commands one after the other in `folder`, which is made; the lists that they leave behind."""
-    folder.mkdir()
+def start(ranks: int, script: str, flags: list[str], folder: Path) -> None:
+    """Run a script in `folder` as a shell does, under torchrun where it has ranks."""
     # no older tokens
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CORPUS_CACHE": str(folder / "corpus")}
+    launcher = []
+    if ranks:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    argv = [sys.executable, *launcher, str(ROOT / script), *flags]
+    done = subprocess.run(
+        argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        sys.exit(f"{done.stderr[-4000:]}\nexit code {done.returncode}: {shlex.join(argv)}")
+
+
+def go(folder: Path, commands: list[str], start: Callable = start) -> list[list]:
+    """Run the commands one after the other in `folder`, which is made; the lists that they leave behind."""
+    folder.mkdir()
     for command in commands:
         ranks, script, *flags = shlex.split(command)
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            if ranks != "0"
-            else []
-        )
-        argv = [sys.executable, *launcher, str(ROOT / script), *flags]
-        done = subprocess.run(
-            argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-        )
-        if done.returncode:
-            sys.exit(f"{done.stderr[-4000:]}\nexit code {done.returncode}: {shlex.join(argv)}")
+        start(int(ranks), script, flags, folder)
     if (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["token_ids"]
     records = [

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from support.harness import run, with_fault
+from support.harness import in_long, run, with_fault
 
 SCRIPT = "02_tensors_precision/tensors.py"
 
 
 def test_bytes_and_times(tmp_path):
-    result = run(SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json", warm=False)
+    result = run(SCRIPT, tmp_path, "--device", "cpu", "--json", "s.json")
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["batch_fp32_bytes"] == 19_267_584 == 32 * 3 * 224 * 224 * 4
@@ -25,15 +25,11 @@ def test_bytes_and_times(tmp_path):
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
-        ("nhwc = nchw.to(memory_format=NHWC)", "nhwc = nchw.clone()"),
         ("lambda: x.T.view(-1))", "lambda: x.T.reshape(-1))"),
-        pytest.param("places = y.storage_offset() + i", "places = i", marks=pytest.mark.full),
-        pytest.param('    "x.T.contiguous()",\n', '    "x.mT",\n', marks=pytest.mark.full),
-        pytest.param(
-            "w_nhwc = w.to(memory_format=NHWC)",
-            "w_nhwc = -w.to(memory_format=NHWC)",
-            marks=pytest.mark.full,
-        ),
+        in_long("nhwc = nchw.to(memory_format=NHWC)", "nhwc = nchw.clone()"),
+        in_long("places = y.storage_offset() + i", "places = i"),
+        in_long('    "x.T.contiguous()",\n', '    "x.mT",\n'),
+        in_long("w_nhwc = w.to(memory_format=NHWC)", "w_nhwc = -w.to(memory_format=NHWC)"),
     ],
 )
 def test_a_statement_that_does_not_hold_ends_the_run(tmp_path, line, wrong):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.harness import ROOT, run, with_fault
+from support.harness import ROOT, in_long, run, with_fault
 from support.printed import not_printed, quoted_outputs
 
 SCRIPT = "03_linear_regression/graphs.py"
@@ -53,11 +53,11 @@ def test_without_a_compiler_only_compiled_steps_are_left_out(found):
     ("line", "wrong"),
     [
         ("            y = y / 2\n", "            y = y / 3\n"),
-        (
+        in_long(
             "            y = x * self.weight\n",
             "            y = (x * self.weight).detach() + 0 * y\n",
         ),
-        ("multiply, subtract, (x", "multiply, multiply, (x"),
+        in_long("multiply, subtract, (x", "multiply, multiply, (x"),
     ],
 )
 def test_a_wrong_gradient_fails(tmp_path, line, wrong):

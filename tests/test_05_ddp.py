@@ -76,20 +76,6 @@ def test_no_rank_hangs_after_its_last_line(tmp_path):
     assert result.out.split() == [str(turn) for turn in range(30)]
 
 
-SLOW = """
-import os, time, torch.nn.functional as F
-if os.environ["RANK"] == "1":
-    loss = F.cross_entropy
-    F.cross_entropy = lambda *args, **how: time.sleep(1) or loss(*args, **how)
-"""
-
-
-def test_the_slowest_rank_is_named(tmp_path):
-    result = train(with_prelude(SCRIPT, tmp_path, SLOW), tmp_path, "--steps", 3, nproc=2)
-    assert result.column("slowest_rank") == [1, 1, 1]
-    assert min(result.column("slowest_rank_lag")) > 0
-
-
 UNEQUAL = """
 import time
 import torch.nn.functional as F
@@ -121,5 +107,6 @@ def test_the_slowest_rank_is_that_of_one_micro_batch(tmp_path):
     flags = ("--steps", 1, "--global-batch-size", 16, "--micro-batch-size", 1)
     result = train(script, tmp_path, *flags, nproc=2)
     assert result.column("slowest_rank") == [1]
+    assert result.column("slowest_rank_lag")[0] > 0
     # The share of time in the loader is still of all micro-batches.
     assert result.column("data_wait_share")[0] > 0.25

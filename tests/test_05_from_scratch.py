@@ -16,6 +16,7 @@ from support.harness import (
     command,
     config_of,
     finish,
+    in_full,
     run,
     start,
     with_fault,
@@ -47,7 +48,7 @@ def averaged_rows(summary: dict) -> list[dict]:
     return [row for row in summary["rows"] if row["all_reduces"]]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, in_full(3)])
 def test_losses_are_those_of_one_process(runs, n):
     summary, expected = runs(n), averaged_rows(runs(1))[0]["losses"]
     assert summary["world_size"] == n
@@ -59,7 +60,7 @@ def test_losses_are_those_of_one_process(runs, n):
         assert row["relative_error"] < 1e-4
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, in_full(3)])
 def test_who_holds_which_bits(runs, n):
     (control,) = (row for row in runs(n)["rows"] if not row["all_reduces"])
     assert len(set(control["weights_sha256"])) == n

@@ -93,7 +93,7 @@ def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
     def at_least(count: int) -> bool:
         return len(parts_made()) >= count
 
-    for least in (1, 20, 45):
+    for least in (1, 45):
         process = start(argv, folder)
         assert holds(process, partial(at_least, least))
         workers = psutil.Process(process.pid).children(recursive=True)
@@ -114,6 +114,7 @@ def test_killed_at_any_moment_and_on_other_workers_the_same_bytes(tmp_path):
     assert_refused(finish(start(argv, folder), folder), "--out tokens", "delete it")
 
 
+@pytest.mark.full
 def test_killed_when_all_is_joined(tmp_path):
     script = with_fault(
         SCRIPT,
@@ -123,7 +124,7 @@ def test_killed_when_all_is_joined(tmp_path):
     )
     (tmp_path / "d.txt").write_text("".join(ROWS), encoding="utf-8")
     flags = ["--data", tmp_path / "d.txt", "--workers", 1]
-    run(script, tmp_path / "killed", "--out", "tokens", *flags, warm=False)
+    run(script, tmp_path / "killed", "--out", "tokens", *flags)
     assert list(tmp_path.glob("killed/tokens/parts/*"))
     assert prepare(tmp_path / "killed", *flags)[0] == prepare(tmp_path / "once", *flags)[0]
 
@@ -132,7 +133,7 @@ def test_a_worker_that_is_killed_ends_the_run(tmp_path):
     script = with_fault(
         SCRIPT, tmp_path, "    began = time.process_time()\n", "    os.kill(os.getpid(), 9)\n"
     )
-    assert_refused(run(script, tmp_path / "run", "--workers", 2, warm=False), "--workers")
+    assert_refused(run(script, tmp_path / "run", "--workers", 2), "--workers")
     assert not list(tmp_path.glob("run/runs/tokens/corpus.json"))
 
 
@@ -159,6 +160,7 @@ def test_a_mixed_folder_loses_nothing(tmp_path):
     assert_refused(run(SCRIPT, tmp_path, "--data", "web", "--out", "other"), "web/notes.csv")
 
 
+@pytest.mark.full  # tests/test_data.py reads one
 def test_a_data_set_that_was_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"body": ROWS}).save_to_disk(tmp_path / "saved")
@@ -191,12 +193,12 @@ REFUSED = {  # file: its bytes, then words of the error message
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_text_is_refused_with_its_place(tmp_path, name):
-    content_of_file, *words = REFUSED[name]
-    (tmp_path / name).write_bytes(content_of_file)
-    assert_refused(run(SCRIPT, tmp_path, "--data", name, "--workers", 1), "--data", *words)
-    assert not list(tmp_path.glob("runs/tokens/*.npy"))
+def test_what_is_no_text_is_refused_with_its_place(tmp_path):
+    for name, (content_of_file, *words) in REFUSED.items():
+        (tmp_path / name).write_bytes(content_of_file)
+        flags = ("--data", name, "--workers", 1, "--out", f"tokens of {name}")
+        assert_refused(run(SCRIPT, tmp_path, *flags), "--data", *words)
+    assert not list(tmp_path.glob("*/*.npy"))
 
 
 def test_special_tokens_in_a_text_are_text_and_one_ends_a_document(tmp_path, tokenizer):
@@ -227,6 +229,7 @@ def test_a_long_text_becomes_several_documents(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_a_long_document_has_the_tokens_of_the_whole_text(tmp_path):
     """The tokenizer puts a space before each text that it gets, and pieces are texts."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers

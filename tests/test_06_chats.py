@@ -14,7 +14,6 @@ from support.harness import (
     TINY,
     assert_refused,
     config_of,
-    in_full,
     run,
     with_prelude,
 )
@@ -417,9 +416,9 @@ def expected(tmp_path_factory):
     return rows
 
 
-@pytest.mark.parametrize("case", SAME_CHATS)
-def test_the_same_chats_in_another_form_are_the_same_rows(tmp_path, expected, case):
-    assert rows_of(tmp_path, SAME_CHATS[case])[0] == expected
+def test_the_same_chats_in_another_form_are_the_same_rows(tmp_path, expected):
+    for case, text in SAME_CHATS.items():
+        assert rows_of(tmp_path, text)[0] == expected, case
 
 
 GOOD = lines(MESSAGES)
@@ -465,11 +464,10 @@ LINE_4 = {  # the fourth line, and what the message has to name
 }
 
 
-@pytest.mark.parametrize("case", LINE_4)
-def test_a_chat_that_cannot_be_used_is_refused_with_its_line(tmp_path, case):
-    record, word = LINE_4[case]
-    (tmp_path / "chats.jsonl").write_text(GOOD + json.dumps(record), encoding="utf-8")
-    assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), "line 4", word)
+def test_a_chat_that_cannot_be_used_is_refused_with_its_line(tmp_path):
+    for record, word in LINE_4.values():
+        (tmp_path / "chats.jsonl").write_text(GOOD + json.dumps(record), encoding="utf-8")
+        assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), "line 4", word)
 
 
 FILES = {
@@ -488,11 +486,10 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_a_file_that_cannot_be_used_is_refused(tmp_path, case):
-    text, words = FILES[case]
-    (tmp_path / "chats.jsonl").write_bytes(as_bytes(text))
-    assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), *words)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path):
+    for text, words in FILES.values():
+        (tmp_path / "chats.jsonl").write_bytes(as_bytes(text))
+        assert_refused(run(SCRIPT, tmp_path, *FLAGS, "--model", "nano"), *words)
 
 
 def longest_row(chats: list) -> int:
@@ -532,31 +529,27 @@ def test_a_text_is_what_the_tokenizer_makes_of_it_and_an_end(models):
     assert all(counts)
 
 
-@pytest.mark.parametrize(
-    ("template", "word"),
-    [
+def test_a_template_that_cannot_be_trained_on_is_refused(tmp_path, models):
+    (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
+    for template, word in (
         (NEVER_ENDS, "eos_token"),
         (TEXT_END, "eos_token"),
         ("{{ raise_exception('first a system message') }}", "first a system message"),
         (CHATML.replace("assistant\n{% endif", "helper\n{% endif"), "generation prompt"),
         (CHATML + "{{ 1 + 'a' }}", "line 1"),
-    ],
-)
-def test_a_template_that_cannot_be_trained_on_is_refused(tmp_path, models, template, word):
-    (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
-    result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(template).folder)
-    assert_refused(result, "line 1", word)
+    ):
+        result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(template).folder)
+        assert_refused(result, "line 1", word)
 
 
-@pytest.mark.parametrize(("eos", "word"), [("<|im_end|>", "'<|im_end|>'"), ([[3]], "[[3]]")])
-def test_a_stop_token_that_is_no_id_is_refused(tmp_path, models, eos, word):
+def test_a_stop_token_that_is_no_id_is_refused(tmp_path, models):
     """As the scripts of 09_inference do, which would ask the trained model."""
     shutil.copytree(models(CHATML).folder, tmp_path / "model")
-    settings = json.dumps({"eos_token_id": eos})
+    settings = json.dumps({"eos_token_id": "<|im_end|>"})
     (tmp_path / "model/generation_config.json").write_text(settings, encoding="utf-8")
     (tmp_path / "chats.jsonl").write_text(GOOD, encoding="utf-8")
     result = run(SCRIPT, tmp_path, *FLAGS, "--model", "model")
-    assert_refused(result, "generation_config.json", word)
+    assert_refused(result, "generation_config.json", "'<|im_end|>'")
 
 
 def test_tool_calls_that_the_template_leaves_out_are_refused(tmp_path, models):
@@ -633,17 +626,11 @@ PASSED_OVER = {  # the template, the chat, and words of the refusal
 }
 
 
-SELDOM = ("results of tools", "the text beside a call", "a key that it only mentions")
-
-
-@pytest.mark.parametrize(
-    "case", [in_full(case) if case in SELDOM else case for case in PASSED_OVER]
-)
-def test_a_text_that_the_template_passes_over_is_refused(tmp_path, models, case):
-    template, record, words = PASSED_OVER[case]
-    (tmp_path / "chats.jsonl").write_text(lines([record]), encoding="utf-8")
-    result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(template).folder)
-    assert_refused(result, "line 1", *words.split())
+def test_a_text_that_the_template_passes_over_is_refused(tmp_path, models):
+    for template, record, words in PASSED_OVER.values():
+        (tmp_path / "chats.jsonl").write_text(lines([record]), encoding="utf-8")
+        result = run(SCRIPT, tmp_path, *FLAGS, "--model", models(template).folder)
+        assert_refused(result, "line 1", *words.split())
 
 
 # templates that change or read texts, drop earlier thoughts, and write no empty ones

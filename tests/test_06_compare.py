@@ -116,6 +116,7 @@ def test_what_is_refused(tmp_path):
         assert_refused(run(SCRIPT, tmp_path, *given.split()), *words.split())
 
 
+@pytest.mark.long
 def test_another_loss_fails_the_scripts_own_check(tmp_path):
     """Let the optimizer of FSDP maximize the loss."""
     line = "optimizer = torch.optim.AdamW(weights, lr=shapes.recipe(args.model).lr, fused=True)"

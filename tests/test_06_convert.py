@@ -67,6 +67,7 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return net.float()(tokens).logits
 
 
+@pytest.mark.long  # tests/test_bare.py
 def test_random_weights_go_round_all_kinds(tmp_path):
     result = convert(tmp_path)
     assert {row["to_kind"] for row in result.summary["rows"]} == {"dcp", "hf", "pt"}

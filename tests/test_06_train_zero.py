@@ -136,22 +136,24 @@ def ddp(once) -> Result:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(once) -> dict:
-    """The runs on two ranks, by stage and by the names of SELDOM_SAVED."""
+def seldom_saved(once) -> dict:
+    """The runs on two ranks by the names of SELDOM_SAVED."""
 
     def run(folder: Path) -> dict:
-        runs = dict.fromkeys(STAGES, ACCUMULATED)
-        for name, flags in SELDOM_SAVED.items():
-            runs[name] = (*ACCUMULATED, *flags)
+        runs = {name: (*ACCUMULATED, *flags) for name, flags in SELDOM_SAVED.items()}
         return train_in_turn(folder, runs, nproc=2)
 
-    return once("zero stages", run)
+    return once("zero seldom saved", run)
 
 
 @pytest.fixture(scope="module")
-def zero(on_two_ranks) -> dict[int, Result]:
+def zero(once) -> dict[int, Result]:
     """Return the runs on two ranks by stage."""
-    return {stage: on_two_ranks[stage] for stage in STAGES}
+
+    def run(folder: Path) -> dict:
+        return train_in_turn(folder, dict.fromkeys(STAGES, ACCUMULATED), nproc=2)
+
+    return once("zero stages", run)
 
 
 def copy_of(run: Result, folder: Path, last_step: int = STEPS) -> Path:
@@ -197,11 +199,12 @@ def test_each_stage_is_data_parallelism(ddp, zero, stage):
     assert result.summary["optimizer_bytes_per_rank"] == [2 * part] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SELDOM_SAVED)
-def test_stage_3_passes_its_checks_also_without_a_save(on_two_ranks, name):
+def test_stage_3_passes_its_checks_also_without_a_save(seldom_saved, name):
     """DeepSpeed partitions the parameters again when it saves. The checks do not depend on it."""
-    result = on_two_ranks[name]
-    assert result.summary["weights_sha256"] == on_two_ranks[3].summary["weights_sha256"]
+    result = seldom_saved[name]
+    assert result.summary["weights_sha256"] == seldom_saved[3].summary["weights_sha256"]
     saves = "--keep" not in SELDOM_SAVED[name]
     assert checkpoints(result.folder) == ([f"step-{STEPS:08d}"] if saves else [])
 
@@ -219,6 +222,7 @@ def test_bf16_is_autocast_and_weights_stay_in_fp32(tmp_path, zero):
         assert result.column("loss") == pytest.approx(whole.column("loss"), rel=3e-4)
 
 
+@pytest.mark.full
 def test_gradients_of_bf16_matmuls_are_averaged_in_fp32(tmp_path):
     """As DDP and FSDP here do. Stage 2 sends what the row of DeepSpeed in compare.py says."""
     flags = ("--dtype", "bf16", "--steps", 2, "--save-every", 0, "--eval-every", 3)

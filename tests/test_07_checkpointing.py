@@ -63,41 +63,34 @@ def test_on_a_gpu(gpu_run, tmp_path, dtype):
     assert rows["full"]["peak_bytes"] < rows["selective"]["peak_bytes"] < rows["none"]["peak_bytes"]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
+def test_bad_input_is_refused_in_one_line(tmp_path):
+    for flags in (
         "--model nonsense",
         "--seq-len 2000",
         "--rounds 0",
         "--dtype fp16",
         "--json none/s.json",
-    ],
-)
-def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
+    ):
+        assert_refused(run(SCRIPT, tmp_path, *flags.split()), *flags.split())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_efficient_attention_forward",  # of causal_lower_right in fp32, on a GPU
-        "aten::_flash_attention_forward",
-        "torch_attn::_varlen_attn",  # of packing.py, on a GPU
-    ],
+KERNELS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_efficient_attention_forward",  # of causal_lower_right in fp32, on a GPU
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",  # of packing.py, on a GPU
 )
-def test_selective_checkpointing_keeps_attention_of_each_kernel(name):
+
+
+def test_selective_checkpointing_keeps_attention_of_each_kernel():
     importlib.import_module("torch.nn.attention.varlen")  # registers its operator
-    namespace, short_name = name.split("::")
-    operator = getattr(getattr(torch.ops, namespace), short_name).default
-    assert_kept(operator)
-
-
-def test_selective_checkpointing_keeps_flex_attention():
     importlib.import_module("torch.nn.attention.flex_attention")
     assert_kept(torch.ops.higher_order.flex_attention)
+    for name in KERNELS:
+        namespace, short_name = name.split("::")
+        assert_kept(getattr(getattr(torch.ops, namespace), short_name).default)
 
 
 def assert_kept(operator) -> None:

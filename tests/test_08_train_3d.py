@@ -57,12 +57,12 @@ OFTEN = {  # ranks, model, flags of the layouts of make test
     "context": (2, "tied", (*CP, *HALF)),
     "stages": (2, "untied", (*PP, *HALF)),
     "interleaved": (2, "deep", (*INTERLEAVED, *HALF)),
+}
+LAYOUTS = OFTEN | {
     "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
     "tensor, trained weights": (2, "folder", TP),
     "tensor, norms of heads": (2, "qwen3", TP),
     "a token a chunk": (2, "tied", (*CP, "--seq-len", 4)),
-}
-LAYOUTS = OFTEN | {
     "stages, trained weights": (2, "folder", (*PP, *HALF)),
     "tensor, biases": (2, "qwen2", TP),
     "3 stages": (3, "untied", ("--pp", 3, "--micro-batch-size", 2)),
@@ -158,17 +158,11 @@ COMPILED = {  # ranks, model, flags
     "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
     "tensor, contexts": (4, "tied", (*TP, *CP)),
 }
-OFTEN_COMPILED = ("tensor, untied",)
 
 
+@pytest.mark.full
 @needs_compiler
-@pytest.mark.parametrize(
-    "layout",
-    [
-        layout if layout in OFTEN_COMPILED else pytest.param(layout, marks=pytest.mark.full)
-        for layout in COMPILED
-    ],
-)
+@pytest.mark.parametrize("layout", COMPILED)
 def test_compiled_gradients_are_those_of_eager(tmp_path, layout):
     """The errors are relative to the largest number of a tensor."""
     ranks, model, flags = COMPILED[layout]
@@ -264,9 +258,9 @@ REFUSED = {  # flags of one process: words of the line
 }
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_bad_input_is_refused_in_one_line(tmp_path, flags):
-    assert_refused(run(SCRIPT, tmp_path, *flags.split()), *REFUSED[flags].split())
+def test_bad_input_is_refused_in_one_line(tmp_path):
+    for flags, words in REFUSED.items():
+        assert_refused(run(SCRIPT, tmp_path, *flags.split()), *words.split())
 
 
 @pytest.mark.gpu(n=2)

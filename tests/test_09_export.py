@@ -10,6 +10,7 @@ from support.harness import (
     Result,
     assert_refused,
     config_of,
+    in_long,
     needs_compiler,
     run,
     with_fault,
@@ -45,6 +46,7 @@ def rows_of(where: Path, model: Path, *flags, **how) -> dict[str, dict]:
     return {row["form"]: row for row in result.summary["rows"]}
 
 
+@pytest.mark.full  # tests/test_09_inputs.py has GGUF
 def test_onnx_and_gguf(tmp_path, model):
     for package in PACKAGES:
         pytest.importorskip(package)
@@ -82,7 +84,7 @@ def test_what_is_missing_is_left_out_with_a_reason(tmp_path, model):
     hidden = f"import importlib.util as util\nfind = util.find_spec\nmissing = {PACKAGES!r}\n"
     hidden += "util.find_spec = lambda name, *more: None if name in missing else find(name, *more)"
     script = with_prelude(SCRIPT, tmp_path / "hidden", hidden)
-    result = start(tmp_path, model, script=script, warm=False, PATH="/nowhere")
+    result = start(tmp_path, model, script=script, PATH="/nowhere")
     assert result.code == 0, result
     assert [row["form"] for row in result.summary["rows"]] == ["eager"]
     for need in (*PACKAGES, "g++"):
@@ -98,11 +100,11 @@ ROPE_OF_LLAMA3 = {
 }
 
 
-@pytest.mark.parametrize("shape", [{"model_type": "qwen2"}, {"rope_scaling": ROPE_OF_LLAMA3}])
-def test_gguf_of_another_shape_is_left_out(tmp_path, shape):
-    write_folder(tmp_path / "other", config_of({**TINY, **shape}))
-    rows = rows_of(tmp_path, tmp_path / "other", "--forms", "f16,q8_0")
-    assert [*rows] == ["eager"]
+def test_gguf_of_another_shape_is_left_out(tmp_path):
+    for number, shape in enumerate(({"model_type": "qwen2"}, {"rope_scaling": ROPE_OF_LLAMA3})):
+        model = tmp_path / f"other-{number}"
+        write_folder(model, config_of({**TINY, **shape}))
+        assert [*rows_of(tmp_path, model, "--forms", "f16,q8_0")] == ["eager"]
 
 
 # --- the tokens of llama.cpp
@@ -193,9 +195,7 @@ OTHER_TOKENIZERS = {
     "case",
     [
         "a space in front",
-        "a word that no merge reaches",
-        pytest.param("a normalizer", marks=pytest.mark.full),
-        pytest.param("a token that eats spaces", marks=pytest.mark.full),
+        *(in_long(case) for case in OTHER_TOKENIZERS if case != "a space in front"),
     ],
 )
 def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_left_out(tmp_path, case):
@@ -204,6 +204,7 @@ def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_left_out(tmp_path, case):
     assert "left out: f16" in result.out
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line(tmp_path, model):
     pytest.importorskip("onnxruntime")
     script = with_small_files(SCRIPT, tmp_path / "small", 20_000)
@@ -211,19 +212,17 @@ def test_a_full_disk_is_one_line(tmp_path, model):
     assert_refused(result, "bytes", "free", "TMPDIR=")
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
+def test_refusals(tmp_path, model):
+    for flags, words in (
         (["--forms", "onnx,tflite"], ["--forms", "tflite", "onnx"]),
         (["--forms", "int8"], ["--forms", "int8", "onnx"]),  # of which it is made
         (["--temperature", 0.8], ["--temperature"]),
         (["--dtype", "bf16"], ["--dtype"]),
-    ],
-)
-def test_refusals(tmp_path, model, flags, words):
-    assert_refused(start(tmp_path, model, *flags), *words)
+    ):
+        assert_refused(start(tmp_path, model, *flags), *words)
 
 
+@pytest.mark.long
 def test_weights_of_another_order_fail(tmp_path, model):
     """Halves instead of neighbours: the file loads everywhere, and the answers are wrong."""
     for package in ("gguf", "xllamacpp"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_folder
-from support.harness import TINY, Result, assert_refused, config_of, run
+from support.harness import TINY, Result, assert_refused, config_of, in_long, run
 
 SCRIPT = "09_inference/infer_70b.py"
 # every other script that answers, with flags that keep it fast
@@ -128,6 +129,7 @@ def no_file_of_the_class(model: Path) -> None:
 
 def replace_model(model: Path, vocab_size: int) -> None:
     """Write another model into the folder, and leave the tokenizer as it is."""
+    shutil.rmtree(model.with_name("other"), ignore_errors=True)
     write_model(model.with_name("other"), vocab_size=vocab_size)
     for file in ("config.json", "model.safetensors"):
         (model.with_name("other") / file).replace(model / file)
@@ -225,20 +227,15 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_folder_is_one_line(folder, case):
-    edit, flags, *words = DAMAGED[case]
-    edit(folder / "model")
-    prompt = [] if "--prompt" in flags else ["--prompt", "the quick brown fox"]
-    assert_refused(answer(SCRIPT, folder, *prompt, *flags), "model", *words)
-    assert not (folder / "summary.json").exists()
-
-
-@pytest.mark.parametrize("script", ["09_inference/speculative.py", "09_inference/export.py"])
-def test_every_script_tells_it(folder, script):
-    edit, flags, *words = DAMAGED["a template that wants more"]
-    edit(folder / "model")
-    assert_refused(answer(script, folder, "--prompt", "fox", *flags), *words)
+def test_a_damaged_folder_is_one_line(folder):
+    shutil.copytree(folder / "model", folder / "whole")
+    for edit, flags, *words in DAMAGED.values():
+        shutil.rmtree(folder / "model")
+        shutil.copytree(folder / "whole", folder / "model")
+        edit(folder / "model")
+        prompt = [] if "--prompt" in flags else ["--prompt", "the quick brown fox"]
+        assert_refused(answer(SCRIPT, folder, *prompt, *flags), "model", *words)
+        assert not (folder / "summary.json").exists()
 
 
 def test_ranks_tell_it_once(folder):
@@ -282,16 +279,19 @@ ANSWERED = {
 }
 
 
-@pytest.mark.parametrize("case", ANSWERED)
-def test_a_usual_folder_is_answered(folder, case):
-    ANSWERED[case](folder / "model")
+def test_a_usual_folder_is_answered(folder):
+    shutil.copytree(folder / "model", folder / "whole")
     (folder / "prompts.txt").write_text(
         "the quick brown fox\nfox\n", encoding="utf-8"
     )  # one of them is padded
-    result = answer(SCRIPT, folder, "--prompts", "prompts.txt")
-    assert result.code == 0, result
-    assert any("transformers' generate" in line for line in result.summary["checked"])
-    assert all(result.summary["token_ids"])
+    for edit in ANSWERED.values():
+        shutil.rmtree(folder / "model")
+        shutil.copytree(folder / "whole", folder / "model")
+        edit(folder / "model")
+        result = answer(SCRIPT, folder, "--prompts", "prompts.txt")
+        assert result.code == 0, result
+        assert any("transformers' generate" in line for line in result.summary["checked"])
+        assert all(result.summary["token_ids"])
 
 
 def test_each_stop_token_of_a_list_ends_an_answer(folder):
@@ -408,13 +408,10 @@ NOT_FINITE = {  # script: the number, and flags
     "09_inference/offloaded.py": (NAN, []),
     "09_inference/export.py": (NAN, ["--forms", "onnx"]),
 }
-SELDOM = ("09_inference/kv_cache.py", "09_inference/offloaded.py", "09_inference/export.py")
+OFTEN = (SCRIPT, f"{SCRIPT} sampled", "09_inference/quantized.py int4")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.full if case in SELDOM else ()) for case in NOT_FINITE],
-)
+@pytest.mark.parametrize("case", [case if case in OFTEN else in_long(case) for case in NOT_FINITE])
 def test_a_weight_that_is_not_finite_is_one_line(tmp_path, case):
     value, flags = NOT_FINITE[case]
     write_model(tmp_path / "model")
@@ -496,11 +493,12 @@ BAD_PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_PROMPTS)
-def test_a_bad_file_of_prompts_is_one_line(tmp_path, case):
+def test_a_bad_file_of_prompts_is_one_line(tmp_path):
     write_model(tmp_path / "model")
-    (tmp_path / "prompts.txt").write_bytes(BAD_PROMPTS[case])
-    assert_refused(answer(SCRIPT, tmp_path, "--prompts", "prompts.txt"), "--prompts prompts.txt")
+    for content in BAD_PROMPTS.values():
+        (tmp_path / "prompts.txt").write_bytes(content)
+        result = answer(SCRIPT, tmp_path, "--prompts", "prompts.txt")
+        assert_refused(result, "--prompts prompts.txt")
 
 
 def test_a_prompt_that_is_no_text_is_one_line(folder):
@@ -550,9 +548,7 @@ DRAFTS = {  # rows of the model, rows of the draft, flags
     "case",
     [
         "a smaller draft",
-        "sampled, a larger draft",
-        pytest.param("a larger draft", marks=pytest.mark.full),
-        pytest.param("sampled, a smaller draft", marks=pytest.mark.full),
+        *(in_long(case) for case in DRAFTS if case != "a smaller draft"),
     ],
 )
 def test_a_draft_with_another_number_of_rows(folder, case):
@@ -595,21 +591,17 @@ def test_a_padding_token_more_is_the_same_tokenizer(folder):
     assert result.code == 0, result
 
 
-@pytest.mark.parametrize(("make", "rows"), [(other_text, VOCAB), (fewer_merges, 320)])
-def test_a_draft_with_another_tokenizer_is_refused(folder, make, rows):
-    write_draft(folder, rows, make())
-    result = answer("09_inference/speculative.py", folder, "--draft", "draft")
-    assert_refused(result, "--draft draft", "the same tokenizer")
-
-
-def test_a_draft_without_the_tokenizer_is_told_so(folder):
-    write_draft(folder, 320)
-    result = answer("09_inference/speculative.py", folder, "--draft", "draft")
-    assert_refused(result, "--draft draft", "320", "300", "tokenizer.json")
-
-
-def test_a_damaged_tokenizer_of_the_draft_is_one_line(folder):
-    write_draft(folder, 320, make_tokenizer())
+def test_a_draft_with_another_tokenizer_is_refused(folder):
+    for make, rows, words in (
+        (other_text, VOCAB, ["the same tokenizer"]),
+        (fewer_merges, 320, ["the same tokenizer"]),
+        (None, 320, ["320", "300", "tokenizer.json"]),
+    ):
+        shutil.rmtree(folder / "draft", ignore_errors=True)
+        write_draft(folder, rows, make() if make else None)
+        result = answer("09_inference/speculative.py", folder, "--draft", "draft")
+        assert_refused(result, "--draft draft", *words)
+    make_tokenizer().save_pretrained(folder / "draft")
     cut("tokenizer.json")(folder / "draft")
     result = answer("09_inference/speculative.py", folder, "--draft", "draft")
     assert_refused(result, "--draft draft", "tokenizer.json")
@@ -629,7 +621,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        in_long("larger heads, as Mistral Nemo's"),
+        in_long("smaller heads"),
+        "matrices that q8_0 cannot hold",
+    ],
+)
 def test_gguf_of_any_head_dim(tmp_path, case):
     """llama.cpp and transformers read the file, and answer as eager does."""
     for package in ("gguf", "xllamacpp"):

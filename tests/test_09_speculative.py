@@ -7,7 +7,15 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.harness import ODD, assert_refused, config_of, run, with_fault, with_prelude
+from support.harness import (
+    ODD,
+    assert_refused,
+    config_of,
+    in_long,
+    run,
+    with_fault,
+    with_prelude,
+)
 
 from lm import shapes
 from lm.weights import build
@@ -131,7 +139,13 @@ FAULTS = {  # a line, and what stands in its place
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "the draft is one token behind",
+        in_long("a rejected guess is drawn again from all of p"),
+    ],
+)
 def test_a_wrong_version_fails_its_own_check(folder, tmp_path, fault):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     wrong = with_fault(SCRIPT, tmp_path, *FAULTS[fault])
@@ -148,7 +162,6 @@ REFUSED = {  # flags: words of the line
 }
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_bad_input_is_refused_in_one_line(folder, flags):
-    words = REFUSED[flags] or flags
-    assert_refused(answer(folder, *flags.split()), *words.split())
+def test_bad_input_is_refused_in_one_line(folder):
+    for flags, words in REFUSED.items():
+        assert_refused(answer(folder, *flags.split()), *(words or flags).split())

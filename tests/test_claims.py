@@ -119,6 +119,7 @@ def test_accumulation_without_a_last_step_or_zero_grad_keeps_gradients():
     assert x.grad == 2 * 2 * x / 4  # of two batches, and goes into the first step of the next epoch
 
 
+@pytest.mark.full
 def test_ddp_sends_the_weights_of_rank_0_once_and_torchrun_sets_error_handling(tmp_path):
     (tmp_path / "weights.py").write_text(
         "import os, torch, torch.distributed as dist\n"

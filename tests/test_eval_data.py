@@ -86,7 +86,7 @@ def test_a_split_by_hand_trains_as_the_split_of_the_script(tmp_path, script, npr
     assert found.summary["weights_sha256"] == expected.summary["weights_sha256"]
 
 
-@pytest.mark.parametrize("nproc", [None, 2, in_full(3)])
+@pytest.mark.parametrize("nproc", [2, in_full(None), in_full(3)])
 def test_the_held_out_loss_is_the_loss_of_the_text(tmp_path, nproc):
     text = write_text(tmp_path / "eval.txt", "somebody", count=100)
     flags = ["--data", TEXT, "--eval-data", text, "--steps", 1, *NO_CHANGE]
@@ -250,14 +250,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("make", REFUSED)
-def test_what_cannot_be_evaluated_is_told(tmp_path, make):
-    (tmp_path / "data").mkdir()
-    write_text(tmp_path / "data/a.txt", "a")
-    name = make(tmp_path)
-    result = refuse(DDP, tmp_path, "--data", "data", "--eval-data", name)
-    assert_refused(result, f"--eval-data {name}", REFUSED[make])
-    assert not (tmp_path / "run").exists()
+def test_what_cannot_be_evaluated_is_told(tmp_path):
+    for make, word in REFUSED.items():
+        folder = tmp_path / make.__name__
+        (folder / "data").mkdir(parents=True)
+        write_text(folder / "data/a.txt", "a")
+        name = make(folder)
+        result = refuse(DDP, folder, "--data", "data", "--eval-data", name)
+        assert_refused(result, f"--eval-data {name}", word)
+        assert not (folder / "run").exists()
 
 
 # --- chats
@@ -282,7 +283,7 @@ def split_chats(folder: Path, count: int = 3) -> tuple[Path, Path]:
     return folder / "train.jsonl", folder / "held_out.jsonl"
 
 
-@pytest.mark.parametrize("nproc", [2, in_full(None)])
+@pytest.mark.parametrize("nproc", [None, in_full(2)])
 def test_chats_split_by_hand_train_as_the_split_of_the_script(tmp_path, base, nproc):
     train_file, held_out = split_chats(tmp_path)
     flags = [*CHAT_FLAGS, "--model", base]
@@ -309,6 +310,7 @@ def test_a_finetuning_run_resumes_with_its_own_flags(tmp_path, base):
     assert dtype == "float32"
 
 
+@pytest.mark.full
 def test_a_finetuning_run_resumes_with_longer_chats_for_evaluation(tmp_path, base):
     train_file, held_out = split_chats(tmp_path)
     longer = tmp_path / "longer.jsonl"
@@ -334,12 +336,11 @@ CHATS_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", CHATS_REFUSED)
-def test_chats_that_cannot_be_evaluated_are_told(tmp_path, base, case):
-    content, words = CHATS_REFUSED[case]
-    (tmp_path / "eval.jsonl").write_text(content, encoding="utf-8")
+def test_chats_that_cannot_be_evaluated_are_told(tmp_path, base):
     flags = [*CHAT_FLAGS, "--model", base, "--data", PAIRS, "--eval-data", "eval.jsonl"]
-    assert_refused(refuse(FINETUNE, tmp_path, *flags), "--eval-data eval.jsonl", words)
+    for content, words in CHATS_REFUSED.values():
+        (tmp_path / "eval.jsonl").write_text(content, encoding="utf-8")
+        assert_refused(refuse(FINETUNE, tmp_path, *flags), "--eval-data eval.jsonl", words)
 
 
 def test_chats_that_are_also_trained_on_are_counted(tmp_path, base):

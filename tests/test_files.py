@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 from support.checkpoints import write_folder
-from support.harness import ROOT, TEXT, TINY, assert_refused, config_of, run
+from support.harness import ROOT, TEXT, TINY, assert_refused, config_of, in_full, run
 
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 TRAIN = "04_amp/train.py"
@@ -46,7 +46,9 @@ def base_model(folder: Path) -> Path:
 # --- a run's folder
 
 
-@pytest.mark.parametrize("how", ["the same path", "a link to it", "a link in the run"])
+@pytest.mark.parametrize(
+    "how", ["a link in the run", *map(in_full, ("the same path", "a link to it"))]
+)
 def test_the_base_model_is_never_replaced(tmp_path, how):
     (tmp_path / "exp").mkdir()
     base = named = base_model(tmp_path / "exp/model")
@@ -128,14 +130,15 @@ def test_what_the_user_has_set_aside_stays(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "run.json"])
-def test_a_run_overwrites_no_file_of_others(tmp_path, name):
-    (tmp_path / "exp").mkdir()
-    (tmp_path / "exp" / name).write_text('{"mine": true}\n', encoding="utf-8")
-    before = contents(tmp_path / "exp")
-    flags = ("--data", TEXT, *SHORT, "--keep", 0, "--run-dir", "exp")
-    assert_refused(run(TRAIN, tmp_path, *flags), "exp")
-    assert contents(tmp_path / "exp").items() >= before.items()
+def test_a_run_overwrites_no_file_of_others(tmp_path):
+    for name in ("metrics.jsonl", "loss.png", "run.json"):
+        folder = tmp_path / name
+        (folder / "exp").mkdir(parents=True)
+        (folder / "exp" / name).write_text('{"mine": true}\n', encoding="utf-8")
+        before = contents(folder / "exp")
+        flags = ("--data", TEXT, *SHORT, "--keep", 0, "--run-dir", "exp")
+        assert_refused(run(TRAIN, folder, *flags), "exp")
+        assert contents(folder / "exp").items() >= before.items()
 
 
 def test_a_run_writes_neither_into_its_model_nor_into_its_data(tmp_path):
@@ -163,7 +166,8 @@ def test_a_run_writes_neither_into_its_model_nor_into_its_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script", [TRAIN, "09_inference/infer_70b.py", "07_memory_tricks/estimate.py"]
+    "script",
+    [TRAIN, "07_memory_tricks/estimate.py", in_full("09_inference/infer_70b.py")],
 )
 def test_json_replaces_nothing_but_a_summary(tmp_path, script):
     """Not the config that --model names, nor any other file. An earlier summary is replaced."""

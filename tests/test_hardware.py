@@ -58,16 +58,17 @@ def test_peaks_belong_to_the_exact_device_name_or_are_none():
         assert hardware.peak_flops(unknown, "bf16") is None
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "dtype"),
-    [
-        ("model name\t: Bfloat\nflags\t\t: fpu avx2\n", "fp32"),
-        ("flags\t\t: fpu avx512_bf16 avx512_vnni\n", "bf16"),
-        ("Features\t: fp asimd bf16 i8mm\n", "bf16"),
-    ],
+CPUS = (
+    ("model name\t: Bfloat\nflags\t\t: fpu avx2\n", "fp32"),
+    ("flags\t\t: fpu avx512_bf16 avx512_vnni\n", "bf16"),
+    ("Features\t: fp asimd bf16 i8mm\n", "bf16"),
 )
-def test_auto_is_bf16_where_a_cpu_multiplies_it(monkeypatch, cpuinfo, dtype):
+
+
+def test_auto_is_bf16_where_a_cpu_multiplies_it(monkeypatch):
+    text = ""
     monkeypatch.setattr(Path, "is_file", lambda path: True)
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: cpuinfo)
-    assert hardware.choose_dtype("auto", torch.device("cpu")) == dtype
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: text)
+    for text, dtype in CPUS:
+        assert hardware.choose_dtype("auto", torch.device("cpu")) == dtype, text
     assert hardware.choose_dtype("fp16", torch.device("cpu")) == "fp16"

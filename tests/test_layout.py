@@ -202,7 +202,11 @@ SHORT_FINETUNE = f"{FINETUNE} --steps 1 --seq-len 128 --global-batch-size 2"
 
 @pytest.mark.parametrize(
     "command",
-    [ESTIMATE, SHORT_FINETUNE, pytest.param(SMALL_CHECKPOINTING, marks=pytest.mark.full)],
+    [
+        ESTIMATE,
+        pytest.param(SHORT_FINETUNE, marks=pytest.mark.full),
+        pytest.param(SMALL_CHECKPOINTING, marks=pytest.mark.long),
+    ],
 )
 def test_what_was_taken_runs(tmp_path, command):
     script, *flags = command.split()
@@ -230,9 +234,9 @@ WRONG_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("script", "target"), WRONG_ARGUMENTS)
-def test_take_refuses_in_one_line(tmp_path, script, target):
+def test_take_refuses_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    result = python(tmp_path, ROOT / "take.py", script, target)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    for script, target in WRONG_ARGUMENTS:
+        result = python(tmp_path, ROOT / "take.py", script, target)
+        assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["file"]

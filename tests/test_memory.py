@@ -23,15 +23,16 @@ ON_ANY_MACHINE = [
 ]
 
 
-@pytest.mark.parametrize(("script", "flags"), ON_ANY_MACHINE)
-def test_a_model_that_no_machine_holds_is_refused(tmp_path, script, flags):
+def test_a_model_that_no_machine_holds_is_refused(tmp_path):
     question = {"role": "user", "content": "1 + 1"}
     chat = json.dumps({"messages": [question, {"role": "assistant", "content": "2"}]})
     (tmp_path / "chats.jsonl").write_text(40 * (chat + "\n"), encoding="utf-8")
-    result = run(script, tmp_path, "--model", "llama-405b", "--device", "cpu", *flags)
-    assert_refused(result, "--model llama-405b", "GiB")
+    for script, flags in ON_ANY_MACHINE:
+        result = run(script, tmp_path, "--model", "llama-405b", "--device", "cpu", *flags)
+        assert_refused(result, "--model llama-405b", "GiB")
 
 
+@pytest.mark.full
 def test_deepspeed_refuses_it_too(tmp_path):
     pytest.importorskip("deepspeed")
     for stage in (0, 1, 3):
@@ -87,32 +88,33 @@ def group(folder: Path, name: str, content: str) -> None:
     file.write_text(content + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("own_group", "files", "limit"),
-    [
-        ("0::/", {"memory.max": "2147483648"}, 2**31),
-        ("0::/job/step", {"job/memory.max": "2147483648", "job/step/memory.max": "max"}, 2**31),
-        ("0::/", {}, None),
-        # Version 1. In a container, the path is often that of the host, which is not there.
-        ("4:memory:/docker/abc", {"memory/memory.limit_in_bytes": "2147483648"}, 2**31),
-        (
-            "4:cpu,memory:/job",
-            {
-                "memory/memory.limit_in_bytes": "9223372036854771712",
-                "memory/job/memory.limit_in_bytes": "2147483648",
-            },
-            2**31,
-        ),
-        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("9:name=systemd:/\n4:memory:/\n0::/", {"memory/memory.limit_in_bytes": "5"}, 5),
-    ],
-)
-def test_the_limit_of_a_container_counts(tmp_path, own_group, files, limit):
-    group(tmp_path / "proc", "self/cgroup", own_group)
-    group(tmp_path / "proc", "meminfo", "MemTotal:  100 kB\nSwapTotal:  1024 kB")
-    for name, content in files.items():
-        group(tmp_path / "groups", name, content)
-    places = (str(tmp_path / "proc"), str(tmp_path / "groups"))
-    assert hardware.container_memory_bytes(*places) == limit
-    if limit is not None and limit < 1000:
-        assert hardware.memory_bytes(*places) == limit + 2**20
+CONTAINERS = [  # groups of the process, files, the limit
+    ("0::/", {"memory.max": "2147483648"}, 2**31),
+    ("0::/job/step", {"job/memory.max": "2147483648", "job/step/memory.max": "max"}, 2**31),
+    ("0::/", {}, None),
+    # Version 1. In a container, the path is often that of the host, which is not there.
+    ("4:memory:/docker/abc", {"memory/memory.limit_in_bytes": "2147483648"}, 2**31),
+    (
+        "4:cpu,memory:/job",
+        {
+            "memory/memory.limit_in_bytes": "9223372036854771712",
+            "memory/job/memory.limit_in_bytes": "2147483648",
+        },
+        2**31,
+    ),
+    ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+    ("9:name=systemd:/\n4:memory:/\n0::/", {"memory/memory.limit_in_bytes": "5"}, 5),
+]
+
+
+def test_the_limit_of_a_container_counts(tmp_path):
+    for number, (own_group, files, limit) in enumerate(CONTAINERS):
+        folder = tmp_path / str(number)
+        group(folder / "proc", "self/cgroup", own_group)
+        group(folder / "proc", "meminfo", "MemTotal:  100 kB\nSwapTotal:  1024 kB")
+        for name, content in files.items():
+            group(folder / "groups", name, content)
+        places = (str(folder / "proc"), str(folder / "groups"))
+        assert hardware.container_memory_bytes(*places) == limit, own_group
+        if limit is not None and limit < 1000:
+            assert hardware.memory_bytes(*places) == limit + 2**20

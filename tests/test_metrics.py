@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.meter import Meter, _line, read_records
+from training.meter import Meter, read_records
 
 
 def measure(
@@ -51,47 +51,3 @@ def test_the_summary_of_a_model_without_a_config(tmp_path):
     assert (summary["steps"], summary["tokens"]) == (1, 1000)
     assert summary["first_loss"] == summary["last_loss"] == 2.5
     assert summary["wins"] == 3
-
-
-GIB = 2**30
-RECORD = {
-    "step": 100,
-    "loss": 10.54321,
-    "lr": 1.29e-3,
-    "grad_norm": 123.456,
-    "tokens_per_second": 123_456.0,
-    "mfu": None,
-    "data_wait_share": 0.001,
-    "memory_active_bytes": None,
-    "slowest_rank": None,
-    "slowest_rank_lag": None,
-    "skipped_steps": 0,
-    "loss_scale": 1.0,
-}
-CPU = {"slowest_rank": 1, "slowest_rank_lag": 0.09}
-GPU = {"mfu": 0.456, "memory_active_bytes": 71 * GIB}
-SLOW = {"data_wait_share": 0.497, "slowest_rank": 12, "slowest_rank_lag": 1.25}
-FP16 = {"grad_norm": None, "skipped_steps": 12, "loss_scale": 32768.0}
-
-
-@pytest.mark.parametrize("steps", [100, 1_000_000])
-def test_a_log_line_fits_80_columns(steps):
-    for more in (CPU, GPU, SLOW, FP16, {**GPU, **SLOW}, {**GPU, **SLOW, **FP16}):
-        lines = _line({**RECORD, **more}, {}, steps).splitlines()
-        assert max(map(len, lines)) <= 80, lines
-        assert lines[0].startswith("step ")
-        assert all(line.startswith("  ") for line in lines[1:])
-
-
-def test_a_log_line_shows_what_is_unusual():
-    assert "rank" not in _line({**RECORD, **CPU}, {}, 100)
-    slow = _line({**RECORD, **SLOW}, {}, 100)
-    assert "rank 12 +125%" in slow
-    assert "loader 49.7%" in slow
-    on_gpu = {**RECORD, **GPU}
-    assert "active 71.00 GiB" in _line(on_gpu, {}, 100)
-    assert "active" not in _line(on_gpu, on_gpu, 100), "it is as before"
-    in_fp16 = {**RECORD, **FP16}
-    assert "12 skipped, scale 32768" in _line(in_fp16, RECORD, 100)
-    assert "skipped" not in _line(in_fp16, in_fp16, 100)
-    assert "\n" not in _line({**RECORD, "mfu": 0.456, "grad_norm": 1.5}, {}, 100), "one line"

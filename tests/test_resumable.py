@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import ROOT, Result, command, finish, holds, in_full, run, start
+from support.harness import (
+    ROOT,
+    Result,
+    command,
+    finish,
+    holds,
+    in_full,
+    run,
+    start,
+)
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -111,7 +120,9 @@ def test_micro_batches_of_any_size_have_one_loss(never_stopped, tmp_path):
     assert_equal_up_to_rounding(tmp_path, never_stopped(DDP, None).folder)
 
 
-@pytest.mark.parametrize(("script", "nproc"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("script", "nproc"), [(DDP, 2), *(in_full(FSDP, nproc) for nproc in (None, 2, 3))]
+)
 def test_a_killed_run_resumes_bit_for_bit(script, nproc, never_stopped, tmp_path):
     killed(script, tmp_path, nproc)
     result = resumable(script, tmp_path, nproc=nproc)
@@ -142,7 +153,7 @@ def test_a_run_resumes_on_other_ranks_and_with_the_other_script(
     ("script", "nproc", "number"),
     [
         (DDP, 2, signal.SIGTERM),
-        (FSDP, None, signal.SIGUSR1),
+        in_full(FSDP, None, signal.SIGUSR1),
         in_full(DDP, 2, signal.SIGUSR1),
         in_full(FSDP, None, signal.SIGTERM),
     ],
@@ -152,7 +163,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(script, nproc, number, never_s
     sending = f"(step, rank) == (6, {last}) and os.kill(os.getpid(), {int(number)})"
     copy = with_line(script, tmp_path, sending)
     flags = ("--run-dir", tmp_path / "run", *FLAGS)
-    result = run(str(copy), tmp_path, *flags, nproc=nproc, warm=nproc is None)
+    result = run(str(copy), tmp_path, *flags, nproc=nproc)
     if nproc is None:
         assert result.code == RESTART, result
     else:
@@ -164,6 +175,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(script, nproc, number, never_s
     assert values(tmp_path) == values(never_stopped(script, nproc).folder)
 
 
+@pytest.mark.long  # torchrun itself; tests/test_faults.py has the same for 05_ddp/train.py
 def test_torchrun_passes_sigterm_on(tmp_path):
     argv = command(FSDP, "--run-dir", tmp_path / "run", *FLAGS, "--steps", 100_000, nproc=2)
     process = start(argv, tmp_path)
@@ -233,11 +245,10 @@ REFUSED = {
 
 
 @pytest.mark.usefixtures("finished")
-@pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_is_refused_in_one_line(mistake, tmp_path):
-    flags, words = REFUSED[mistake]
-    result = resumable(DDP, tmp_path, *flags, code=2)
-    assert words in result.err.splitlines()[-1]
+def test_a_mistake_is_refused_in_one_line(tmp_path):
+    for mistake, (flags, words) in REFUSED.items():
+        result = resumable(DDP, tmp_path, *flags, code=2)
+        assert words in result.err.splitlines()[-1], mistake
 
 
 @pytest.mark.usefixtures("finished")
@@ -256,7 +267,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000004"]
 
 
-@pytest.mark.parametrize("script", [DDP, FSDP])
+@pytest.mark.parametrize("script", [FSDP, in_full(DDP)])
 def test_a_weight_without_a_gradient_is_named(script, tmp_path):
     """A resume of FSDP would miss its optimizer state."""
     head = "        self.head = nn.Linear(width, vocabulary)\n"

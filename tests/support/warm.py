@@ -55,6 +55,7 @@ def _requests() -> socket.socket:
                 str(theirs.fileno()),
             ]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            env["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; no job asks the hub
             # stdout and stderr to nobody: the server prints nothing, and its jobs have files
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
             process = subprocess.Popen(argv, env=env, pass_fds=[theirs.fileno()], **quiet)

@@ -11,6 +11,7 @@ agent does what torchrun's does: it sets the ranks' environment, holds the store
 when one fails. On demand the agent is torch's own, and then its ranks are started anew, as it always does.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -25,11 +26,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the training scripts import at their top, and what they import later in every run.
+# What the scripts import at their top, and what they import later in every run.
 MODULES = (
     *(
         "torch",
@@ -38,13 +40,16 @@ MODULES = (
         "torch.nn.parallel",
     ),
     *("torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"),
-    "torch.distributed.tensor.debug",
+    *("torch.distributed.tensor.debug", "torch.distributed.tensor.parallel"),
+    "torch.distributed.pipelining",
     *("torch._dynamo", "torch.distributed.elastic.multiprocessing.errors"),
     *("torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
     *("matplotlib.pyplot", "filelock", "numpy", "psutil", "tqdm"),
-    *(f"common.{file.stem}" for file in sorted(ROOT.glob("common/[a-z]*.py"))),
-    *(f"lm.{file.stem}" for file in sorted(ROOT.glob("lm/[a-z]*.py"))),
+    "transformers.generation.utils",
+    *("transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama"),
 )
+# The packages of the repository whose modules are imported, too.
+PACKAGES = ("common", "training", "lm", "planner")
 # what a job's own end may take; what is still there then has been left behind
 ENDS_TOGETHER_SECONDS = 10
 SAVES_AND_ENDS_SECONDS = 600  # the same for ranks whose torchrun has died
@@ -202,6 +207,11 @@ def start_ranks(count: int) -> None:
     os._exit(1 if failed else 0)
 
 
+def leave_a_blank_picture(_records: list[dict], file: Path) -> None:
+    """Write an empty loss.png. To draw one takes as long as a small run: for DRAW_LOSS=1 alone."""
+    file.write_bytes(b"")
+
+
 def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     sys.path.insert(1, str(ROOT))
@@ -210,7 +220,11 @@ def main() -> None:
     import torch
 
     matplotlib.use("Agg")
-    for module in MODULES:
+    own_modules = []
+    for package in PACKAGES:
+        for file in sorted(ROOT.glob(f"{package}/[a-z]*.py")):
+            own_modules.append(f"{package}.{file.stem}")
+    for module in (*MODULES, *own_modules):
         importlib.import_module(module)
     matplotlib.pyplot.figure().add_subplot(title="finds the fonts").figure.savefig(io.BytesIO())
     matplotlib.pyplot.close()
@@ -226,7 +240,17 @@ def main() -> None:
     random.seed()
     numpy.random.seed()
     torch.default_generator.seed()
+    if "DRAW_LOSS" not in os.environ:
+        trackers = importlib.import_module("training.trackers")
+        trackers.save_loss_plot = leave_a_blank_picture
     runpy.run_path(sys.argv[0], run_name="__main__")
+    # A script that is not started through exits.run has returned. To take down all that the server
+    # has imported would take longer than a small run.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
