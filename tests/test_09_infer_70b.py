@@ -12,6 +12,7 @@ from support.harness import (
     assert_refused,
     config_of,
     in_full,
+    in_long,
     needs_compiler,
     run,
     with_fault,
@@ -113,8 +114,8 @@ CUTS = [
     ("even", None),
     ("even", 2),
     ("qwen2", 3),
-    *(in_full(name, 2) for name in ("qwen2", "qwen3")),
-    *(in_full(*cut) for cut in [("qwen3", 3), ("even", 4), ("three", 3)]),
+    *(in_full(*cut) for cut in [("qwen3", 3), ("even", 4)]),
+    *(in_long(*cut) for cut in [("qwen2", 2), ("qwen3", 2), ("three", 3)]),
 ]
 
 
@@ -282,7 +283,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 
 @pytest.mark.real_model
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("ranks", [None, 3])
+@pytest.mark.parametrize("ranks", [in_long(None), 3])
 def test_the_real_model_answers_as_transformers_lets_it(tmp_path, smollm2, ranks):
     questions = ["What is the capital of France?", "Say hello.", "What is an atom?"]
     found = infer(

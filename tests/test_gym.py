@@ -6,19 +6,13 @@ from pathlib import Path
 
 import mutations
 import pytest
-from support.harness import ROOT, content, run
+from support.harness import ROOT, content, in_long, run
 
 import gym
 
 BUGS = gym.bugs()
-QUICK = (11,)  # was once mended in an untouched copy
-
-
-def in_time(number: int):
-    """The number of a bug as a parameter, for `make test-all` if its check takes long."""
-    if number in QUICK:
-        return number
-    return pytest.param(number, marks=pytest.mark.full)
+OFTEN = 11  # was once mended in an untouched copy
+SELDOM = [number for number in range(1, len(BUGS) + 1) if number != OFTEN]
 
 
 def mend(bug: dict[str, str], folder: Path) -> None:
@@ -53,7 +47,7 @@ def test_there_are_enough_bugs():
     assert len({bug["symptom"] for bug in BUGS}) == len(BUGS) >= 15
 
 
-@pytest.mark.parametrize("number", [in_time(i + 1) for i in range(len(BUGS))])
+@pytest.mark.parametrize("number", [OFTEN, *map(in_long, SELDOM)])
 def test_an_untouched_copy_is_not_mended(tmp_path, number):
     """The test that is meant for the bug runs, and sees it."""
     folder = tmp_path / "mine"

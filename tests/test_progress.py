@@ -12,6 +12,7 @@ from support.harness import (
     clean_env,
     command,
     in_full,
+    in_long,
     tiny_flags,
     train,
     write_tiny,
@@ -26,9 +27,9 @@ PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 # Scripts whose training loop has a bar, their number of processes, and flags of their own.
 TRAINING = [
     ("05_ddp/train.py", 2, ()),
-    in_full("04_amp/train.py", None, ()),
-    in_full("06_fsdp_zero/train_fsdp.py", 2, ()),
-    in_full(TRAIN_3D, None, ()),
+    in_long("04_amp/train.py", None, ()),
+    in_long("06_fsdp_zero/train_fsdp.py", 2, ()),
+    in_long(TRAIN_3D, None, ()),
     in_full(TRAIN_ZERO, 2, ()),
     in_full(FINETUNE, 2, ("--data", PAIRS, "--seq-len", 128, "--adapters", 0)),
 ]
