@@ -285,9 +285,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path, flags):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [in_long(None), 3])
 def test_the_real_model_answers_as_transformers_lets_it(tmp_path, smollm2, ranks):
-    questions = ["What is the capital of France?", "Say hello.", "What is an atom?"]
+    questions = ["What is the capital of France?", "Say hello."]
     found = infer(
-        tmp_path, smollm2, "--chat", "--max-new-tokens", 24, prompts=questions, nproc=ranks
+        tmp_path, smollm2, "--chat", "--max-new-tokens", 8, prompts=questions, nproc=ranks
     )
-    assert found["token_ids"] == answers_of_transformers(smollm2, questions, 24)
+    assert found["token_ids"] == answers_of_transformers(smollm2, questions, 8)
     assert "Paris" in found["texts"][0]

@@ -84,7 +84,7 @@ def in_full(*values, **how):
 
 
 def in_long(*values, **how):
-    """Parameters of a test that `make test-long` alone has: they try once more what another of the test shows."""
+    """Return parameters for `make test-long` alone: they repeat what others of the test show."""
     return pytest.param(*values, marks=pytest.mark.long, **how)
 
 
