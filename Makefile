@@ -4,10 +4,10 @@
 # make check   lint, and a few of the tests: golden numbers, two processes equal one, layout, pages,
 #              style
 # make test    what protects a user: scripts and launch files, run as users run them, without a GPU
-# make test-all    the same, then launch files for real (root), all ways to shard, a real model:
+# make test-all    the same, and launch files for real (root), more ways to shard, a real model:
 #                  forty minutes in all
 # make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3
-#                  processes
+#                  processes, and all that repeats what make test-all shows
 # make test-nogpu  the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes,
 #                  650 MB of downloads once
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a
@@ -49,9 +49,11 @@ CHECKED := tests/test_layout.py tests/test_style.py tests/test_docs.py tests/tes
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "not taken" $(CHECKED)
 
-# the launch files start real clusters, and wait more than they compute: one file's tests after another
-test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "(launch or full or real_model) and not long"
+# the launch files start real clusters, and wait more than they compute: four workers for two cores.
+# One file's tests after another, in the order of tests/conftest.py
+test-all: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+		-m "not gpu and not long and not nogpu"
 
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long

@@ -224,8 +224,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The decisive GPU tests come first: if the time is not enough for all, it is for them."""
-    items.sort(key=lambda item: item.path.name != "test_gpu.py")
+    """The decisive GPU tests come first: if the time is not enough for all, it is for them.
+
+    Then what waits for a cluster or trains a real model: the last files of a run are quick ones.
+    """
+
+    def place(item: pytest.Item) -> int:
+        if item.path.name == "test_gpu.py":
+            return 0
+        long = item.get_closest_marker("launch") or item.get_closest_marker("real_model")
+        return 1 if long else 2
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

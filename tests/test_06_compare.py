@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.harness import TINY, Result, assert_refused, run, with_fault
+from support.harness import TINY, Result, assert_refused, in_long, run, with_fault
 
 SCRIPT = "06_fsdp_zero/compare.py"
 NOT_IN_A_DRY_RUN = {"tokens_per_second", "loss"}
@@ -54,7 +54,7 @@ def measured(folder, n: int, *flags, **how) -> dict[str, dict]:
         pytest.param(
             3, "odd", ("--dtype", "fp32", "--checkpointing", "full"), marks=pytest.mark.full
         ),
-        pytest.param(4, "odd", ("--dtype", "bf16"), marks=pytest.mark.full),
+        in_long(4, "odd", ("--dtype", "bf16")),
     ],
 )
 def test_a_dry_run_is_what_the_ranks_measure(tmp_path, n, shape, flags):

@@ -13,12 +13,14 @@ import transformers
 from support.chapter import load
 from support.checkpoints import saved, write_folder
 from support.harness import (
+    NO_COMPILER,
     ROOT,
     TINY,
     assert_refused,
     checkpoints,
     config_of,
     drop_after,
+    in_long,
     needs_compiler,
     run,
     train,
@@ -59,14 +61,6 @@ def without_targets(batches, *args, **how):
 Batches.__init__ = without_targets
 """
 
-# makes graphs as torch.compile does, and runs them without a compiler
-NO_COMPILER = """
-import torch
-compile_module = torch.nn.Module.compile
-def without_compiler(module, **how):
-    compile_module(module, **how, backend="aot_eager")
-torch.nn.Module.compile = without_compiler
-"""
 # writes the lengths of the inputs in training, and how many graphs torch.compile has made
 LENGTHS = """
 import json
@@ -113,7 +107,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("rank", [RANK, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rank", [RANK, in_long(0)])
 def test_losses_are_equal_on_one_two_and_three_ranks_one_of_them_without_a_target(
     tmp_path, folder, rank
 ):
@@ -189,7 +183,7 @@ def error(found, expected) -> float:
     return ((found.logits - expected.logits).norm() / expected.logits.norm()).item()
 
 
-REAL = (pytest.mark.real_model, pytest.mark.timeout(1800))
+REAL = (pytest.mark.real_model, pytest.mark.long, pytest.mark.timeout(1800))
 CASES = [("folder", RANK, LR, 1e-5), pytest.param("folder", 0, LR, 1e-5, marks=pytest.mark.full)]
 CASES += [pytest.param("smollm2", *how, marks=REAL) for how in ((8, 1e-3, 1e-5), (0, 1e-4, 1e-3))]
 
@@ -457,8 +451,8 @@ def test_a_signal_in_the_last_step_does_not_cost_the_model(tmp_path, folder):
 @pytest.mark.parametrize(
     "prelude",
     [
-        pytest.param(NO_COMPILER, id="aot_eager", marks=pytest.mark.long),
-        pytest.param("", id="inductor", marks=[pytest.mark.full, needs_compiler]),
+        pytest.param(NO_COMPILER, id="aot_eager", marks=pytest.mark.full),
+        pytest.param("", id="inductor", marks=[pytest.mark.long, needs_compiler]),
     ],
 )
 def test_compiled_micro_batches_are_as_long_as_their_longest_row(tmp_path, folder, prelude):

@@ -19,12 +19,15 @@ from support.checkpoints import (
 )
 from support.harness import (
     BASELINE,
+    NO_COMPILER,
     ROOT,
     TINY,
     Result,
     assert_refused,
     config_of,
     drop_after,
+    in_full,
+    in_long,
     needs_compiler,
     run,
     train,
@@ -124,7 +127,7 @@ def assert_gradients(ours: Result, theirs: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["sharded", *(pytest.param(case, marks=full) for case in CASES if case != "sharded")]
+    "case", ["sharded", in_long("kept until backward"), *map(in_full, ("two copies", "all flags"))]
 )
 def test_sharded_over_four_ranks_is_one_process(tmp_path, baseline, case):
     tied, flags = CASES[case]
@@ -256,7 +259,6 @@ def test_resumed_with_all_flags_is_uninterrupted_to_the_bit(tmp_path):
 
 
 @full
-@needs_compiler
 def test_many_blocks_compile_once(tmp_path):
     """After eight versions of one function torch.compile gives up."""
     (tmp_path / "deep.json").write_text(
@@ -273,13 +275,12 @@ def test_many_blocks_compile_once(tmp_path):
         "--seq-len",
         16,
     )
-    result = run(
-        SCRIPT, tmp_path, *flags, "--global-batch-size", 2, "--dtype", "fp32", "--device", "cpu"
-    )
+    flags += ("--global-batch-size", 2, "--dtype", "fp32", "--device", "cpu")
+    result = run(with_prelude(SCRIPT, tmp_path, NO_COMPILER), tmp_path, *flags)
     assert result.code == 0, result.err
 
 
-@full
+@pytest.mark.long
 @needs_compiler
 def test_compiled_changes_nothing(tmp_path, baseline):
     flags = ("--compile", "--checkpointing", "full")

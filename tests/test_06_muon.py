@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chapter import load
-from support.harness import ROOT, TINY, assert_refused, run
+from support.harness import ROOT, TINY, assert_refused, in_long, run
 from support.optimizers import assert_resumes, assert_steps, inverse
 
 SCRIPT = "06_fsdp_zero/muon.py"
@@ -27,9 +27,7 @@ def finish(folder: Path, ranks: int) -> dict:
     return json.loads((folder / "s.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "ranks", [3, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("ranks", [3, in_long(1), in_long(2)])
 def test_sharded_is_one_process(once, ranks):
     summary = once("06 muon", finish, ranks)
     rows = {(row["optimizer"], row["weights"]): row for row in summary["rows"]}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.harness import TINY, assert_refused, config_of, run
+from support.harness import TINY, assert_refused, config_of, in_long, run
 
 from lm import shapes
 
@@ -32,7 +32,7 @@ def finish(folder: Path, ranks: int | None) -> dict:
     return result.summary
 
 
-@pytest.mark.parametrize("ranks", [None, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [None, 2, in_long(3)])
 def test_micro_batches_are_one_batch_of_all_ranks(once, ranks):
     summary = once("07 accumulation", finish, ranks)
     assert summary["world_size"] == (ranks or 1)

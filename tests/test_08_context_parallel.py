@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.chapter import load
-from support.harness import ODD, TINY, assert_refused, config_of, run, with_fault
+from support.harness import ODD, TINY, assert_refused, config_of, in_full, in_long, run, with_fault
 from torch import nn
 
 from lm import stdlib_text, weights
@@ -23,7 +23,8 @@ STEPS = 6
 NAMES = {"one process", "ring, contiguous", "ring, zigzag", "all-gather", "Ulysses", "torch"}
 RUNS = [  # shape, sequence length, ranks; of 4 tokens each chunk has one
     ("odd", 18, 3),
-    *(pytest.param(values, marks=pytest.mark.full) for values in (("even", 4, 2), ("four", 24, 4))),
+    in_long(("even", 4, 2)),
+    in_full(("four", 24, 4)),
 ]
 
 
@@ -238,10 +239,13 @@ FAULTS = {  # a line, and what stands in its place
         "        yield tuple(buffers)\n",
     ),
 }
+OFTEN_PLANTED = "the gradient of a block stays where it was found"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [OFTEN_PLANTED, *(in_long(fault) for fault in FAULTS if fault != OFTEN_PLANTED)]
+)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     script = str(with_fault(SCRIPT, tmp_path, *FAULTS[fault]))
     result = start(tmp_path, "four", "--seq-len", 16, "--steps", 2, nproc=2, script=script)

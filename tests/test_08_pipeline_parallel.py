@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.chapter import load
-from support.harness import ODD, assert_refused, config_of, run, with_fault
+from support.harness import ODD, assert_refused, config_of, in_full, in_long, run, with_fault
 from torch import nn
 
 from lm import stdlib_text, weights
@@ -23,8 +23,8 @@ BY_TORCH = [f"{name} by torch" for name in BY_HAND]
 # processes, micro-batches per process, chunks
 RUNS = [
     (2, 2, 2),
-    pytest.param((3, 2, 3), marks=pytest.mark.full),
-    pytest.param((4, 1, 2), marks=pytest.mark.full),
+    in_full((3, 2, 3)),
+    in_long((4, 1, 2)),
 ]
 
 
@@ -174,10 +174,13 @@ FAULTS = {  # a line, and what stands in its place
         "self.targets[micro_batch], (self.targets[micro_batch] >= 0).sum())",
     ),
 }
+OFTEN_PLANTED = "1F1B warms up too long"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [OFTEN_PLANTED, *(in_long(fault) for fault in FAULTS if fault != OFTEN_PLANTED)]
+)
 def test_a_wrong_version_fails_its_own_check(tmp_path, fault):
     result = start(tmp_path, script=str(with_fault(SCRIPT, tmp_path, *FAULTS[fault])))
     assert result.code == 1, result.err[-3000:]

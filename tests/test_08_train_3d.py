@@ -13,11 +13,14 @@ import torch
 from support.checkpoints import gradients, moments, write_folder
 from support.harness import (
     BASELINE,
+    NO_COMPILER,
     TINY,
     Result,
     assert_refused,
     config_of,
     drop_after,
+    in_full,
+    in_long,
     needs_compiler,
     run,
     tiny_flags,
@@ -82,9 +85,18 @@ LAYOUTS = OFTEN | {
     "recomputed": (4, "tied", (*TP, *CP, *RECOMPUTED)),
     "recomputed stages": (4, "untied", (*PP, *CP, *HALF, "--checkpointing", "full")),
 }
-CASES = []
-for layout in LAYOUTS:
-    CASES.append(layout if layout in OFTEN else pytest.param(layout, marks=pytest.mark.full))
+IN_FULL = (  # each thing that a mesh can have, and the most that it can have at once
+    "stages, trained weights",
+    "tensor, biases",
+    "3 stages",
+    "tensor, contexts",
+    "shards, freed stages",
+    "contexts, interleaved",
+    "copies, tensor, stages",
+    "recomputed",
+)
+IN_LONG = [layout for layout in LAYOUTS if layout not in (*OFTEN, *IN_FULL)]
+CASES = [*OFTEN, *map(in_full, IN_FULL), *map(in_long, IN_LONG)]
 
 
 def flags_of(folder: Path, model: str) -> tuple:
@@ -158,26 +170,37 @@ COMPILED = {  # ranks, model, flags
     "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
     "tensor, contexts": (4, "tied", (*TP, *CP)),
 }
+SELDOM_COMPILED = [layout for layout in COMPILED if layout != "tensor, untied"]
 
 
-@pytest.mark.full
-@needs_compiler
-@pytest.mark.parametrize("layout", COMPILED)
-def test_compiled_gradients_are_those_of_eager(tmp_path, layout):
+def check_compiled_gradients(folder: Path, layout: str, script: str | Path) -> None:
     """The errors are relative to the largest number of a tensor."""
     ranks, model, flags = COMPILED[layout]
     results = []
     for compiled in ((), ("--compile",)):
-        folder = tmp_path / f"run{len(compiled)}"
-        flags_of_run = (*flags_of(folder, model), "--steps", 1, "--warmup-steps", 0)
-        train(SCRIPT, folder, *flags_of_run, *flags, *compiled, nproc=ranks)
-        results.append(gradients(folder))
+        own = folder / f"run{len(compiled)}"
+        flags_of_run = (*flags_of(own, model), "--steps", 1, "--warmup-steps", 0)
+        train(script, own, *flags_of_run, *flags, *compiled, nproc=ranks)
+        results.append(gradients(own))
     eager, compiled = results
     assert compiled.keys() == eager.keys()
     for name, gradient in eager.items():
         largest = gradient.abs().max().item()
         assert largest > 0
         torch.testing.assert_close(compiled[name], gradient, rtol=0, atol=1e-5 * largest)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", [in_full("tensor, untied"), *map(in_long, SELDOM_COMPILED)])
+def test_compiled_gradients_are_those_of_eager(tmp_path, layout):
+    check_compiled_gradients(tmp_path, layout, SCRIPT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["stages", "context"])
+def test_gradients_of_graphs_are_those_of_eager(tmp_path, layout):
+    """The graphs that torch.compile makes, without the minutes of a compiler."""
+    check_compiled_gradients(tmp_path, layout, with_prelude(SCRIPT, tmp_path, NO_COMPILER))
 
 
 def test_without_a_mesh_it_is_train_fsdp_to_the_bit(tmp_path):
@@ -204,20 +227,23 @@ def test_a_run_moves_from_mesh_to_mesh(tmp_path, once, one_process):
 @pytest.mark.full
 def test_stages_have_equal_work(tmp_path):
     """The head of llama-8b has as many parameters as 2.4 layers."""
-    flags = ("--model", "llama-8b", "--pp", 4, "--micro-batch-size", 1, "--json", "s.json")
+    flags = ("--model", "llama-8b", "--pp", 2, "--micro-batch-size", 1, "--json", "s.json")
     assert run(SCRIPT, tmp_path, "--dry-run", *flags).code == 0
     summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     work = [row["layers"] for row in summary["stages"]]
     assert sum(work) == 32
     work[-1] += 2.4
-    assert max(work) / (sum(work) / 4) < 1.05
+    assert max(work) / (sum(work) / 2) < 1.05
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
-    [{"tp": 2, "pp": 2}, {"cp": 2, "replicate": 2}, {"pp": 2, "schedule": "interleaved"}],
-    ids=["tensor, stages", "copies", "interleaved"],
+    [
+        in_long({"tp": 2, "pp": 2}, id="tensor, stages"),
+        in_long({"cp": 2, "replicate": 2}, id="copies"),
+        pytest.param({"pp": 2, "schedule": "interleaved"}, id="interleaved"),
+    ],
 )
 def test_a_dry_run_has_the_bytes_of_real_ranks_and_of_the_planner(tmp_path, sizes):
     ranks = 4

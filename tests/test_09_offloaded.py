@@ -11,6 +11,7 @@ from support.harness import (
     ODD,
     assert_refused,
     config_of,
+    in_full,
     in_long,
     run,
     with_fault,
@@ -146,8 +147,8 @@ def test_a_device_map_gives_the_tokens_of_transformers(folder, expected, memory)
     ("ranks", "offload"),
     [
         (2, "cpu"),
-        pytest.param(5, "cpu", marks=pytest.mark.full),
-        pytest.param(None, "none", marks=pytest.mark.full),
+        in_full(5, "cpu"),
+        in_long(None, "none"),
     ],
 )
 def test_zero3_gives_the_tokens_of_transformers(folder, expected, ranks, offload):

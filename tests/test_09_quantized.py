@@ -1,13 +1,10 @@
 """09_inference/quantized.py: transformers' tokens, bytes as computed, errors within what rounding
 allows, refusals."""
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
-import torch
-from support.chapter import load
 from support.checkpoints import write_folder
 from support.harness import (
     ODD,
@@ -15,14 +12,12 @@ from support.harness import (
     Result,
     assert_refused,
     config_of,
-    in_full,
+    in_long,
     needs_compiler,
     run,
     with_fault,
 )
 from support.real_model import answers_of_transformers
-
-from lm.weights import read_config
 
 SCRIPT = "09_inference/quantized.py"
 WIDER = {**TINY, "hidden_size": 64, "intermediate_size": 160}
@@ -125,62 +120,6 @@ def test_loading_takes_one_chunk_and_one_matrix_beside_the_weights(tmp_path):
     assert beside < unquantized / 4
 
 
-GIB = 2**30
-CUDA_CONTEXT = 0.5 * GIB
-CARDS = [  # bytes, model, weights
-    (12e9, "llama-8b", "int8"),  # docs/machines.md promises this one
-    (8e9, "llama-8b", "int4"),
-    (24e9, "llama-8b", "int8"),
-    (80e9, "llama-70b", "int8"),
-    (80e9, "llama-70b", "int4"),
-    (141e9, "llama-70b", "int8"),
-    (141e9, "llama-70b", "int4"),
-]
-
-
-@pytest.mark.parametrize(("card", "name", "weights"), CARDS)
-def test_a_chunk_leaves_room_for_weights_cache_and_matrix(monkeypatch, card, name, weights):
-    """With a cache of 4,096 tokens. Of loading, what lies beside the weights is freed before the
-    cache is made."""
-    helper = load("09_inference/_quantized.py")
-    config = read_config(name)
-    device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    planned = helper.planned_bytes(
-        argparse.Namespace(model=name, group_size=32, kernel="torch"), config, weights
-    )
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4096
-    free = card - CUDA_CONTEXT
-    left = 0.95 * free - planned - cache
-    bytes_per_weight = helper.matrix_bytes_per_weight(config, weights, "bf16", device)
-    one_matrix = bytes_per_weight * helper.largest_matrix(config, 32)
-    chunk = helper.weights_at_once(left - one_matrix, device)
-    chunk_bytes = helper.TEMPORARY_BYTES * chunk
-    assert planned + one_matrix + chunk_bytes <= free  # while loading
-    assert planned + cache + chunk_bytes <= free
-    assert chunk >= 2**22
-    if card >= 80e9 and weights == "int4":
-        assert chunk == 2**27  # large enough that launches do not count
-
-
-def test_the_promise_for_a_card_of_12_gb():
-    """9.4 GiB: weights, one matrix in 16 bits and the chunk while loading; weights, cache and
-    matrix in use."""
-    helper = load("09_inference/_quantized.py")
-    config = read_config("llama-8b")
-    planned = helper.planned_bytes(
-        argparse.Namespace(model="llama-8b", group_size=32, kernel="torch"), config, "int8"
-    )
-    head = 2 * helper.largest_matrix(config, 32)
-    cache = 0.5 * GIB
-    assert planned / GIB == pytest.approx(7.97, abs=0.01)
-    assert (planned + cache + head) / GIB == pytest.approx(9.45, abs=0.01)
-    chunk = helper.weights_at_once(
-        0.95 * (12e9 - CUDA_CONTEXT) - planned - cache - head, torch.device("cuda")
-    )
-    assert 16 * chunk / GIB < 0.5
-
-
 @pytest.mark.full
 @needs_compiler
 def test_the_compiled_step_gives_the_same_tokens(tmp_path, models):
@@ -257,7 +196,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", ["int8", *(in_full(name) for name in FAULTS if name != "int8")])
+@pytest.mark.parametrize("fault", ["int8", *(in_long(name) for name in FAULTS if name != "int8")])
 def test_a_wrong_version_fails_its_own_check(tmp_path, models, fault):
     flags, line, wrong, words = FAULTS[fault]
     for name in FOLDERS:

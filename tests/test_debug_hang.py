@@ -6,6 +6,8 @@ import signal
 import pytest
 from support.harness import (
     holds,
+    in_full,
+    in_long,
     kill_all,
     launch,
     rank_process,
@@ -28,9 +30,9 @@ def summary(folder) -> dict:
     ("plant", "rank", "ranks", "what"),
     [
         ("skipped-collective", 0, 2, "loss"),
-        pytest.param("skipped-collective", 2, 3, "loss", marks=pytest.mark.full),
-        pytest.param("stuck-loader", 0, 3, "gradients", marks=pytest.mark.full),
-        pytest.param("early-return", 1, 2, "loss", marks=pytest.mark.full),
+        in_long("skipped-collective", 2, 3, "loss"),
+        in_full("stuck-loader", 0, 3, "gradients"),
+        in_long("early-return", 1, 2, "loss"),
     ],
 )
 def test_the_planted_rank_and_collective_are_named(tmp_path, plant, rank, ranks, what):

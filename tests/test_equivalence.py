@@ -32,7 +32,9 @@ from support.harness import (
     drop_after,
     each_of_several,
     each_script,
+    each_way_to_shard,
     in_full,
+    in_long,
     needs_compiler,
     run,
     train,
@@ -99,7 +101,7 @@ def test_every_script_on_any_number_of_processes_gives_the_same_losses_and_gradi
 
 @pytest.mark.parametrize(
     ("script", "n"),
-    [(DDP, None), in_full(DDP, 1), *(in_full(script, n) for script in OTHERS for n in (None, 1))],
+    [(DDP, None), in_full(DDP, 1), *(in_long(script, n) for script in OTHERS for n in (None, 1))],
 )
 def test_one_process_equals_the_baseline_to_the_bit(runs, script, n):
     baseline, result = runs(BASELINE, None), runs(script, n)
@@ -112,7 +114,7 @@ def test_one_process_equals_the_baseline_to_the_bit(runs, script, n):
     [
         (DDP, 2, 2),
         in_full(BASELINE, None, 3),
-        in_full(DDP, 3, 1),
+        in_long(DDP, 3, 1),
         *(in_full(script, 2, 2) for script in OTHERS),
     ],
 )
@@ -131,8 +133,8 @@ def test_micro_batches_and_chunks_of_the_loss_equal_one_batch(
 RECOMPUTED = [
     (DDP, 2, "full"),
     in_full(BASELINE, None, "selective"),
-    in_full(BASELINE, None, "full"),
-    in_full(DDP, 2, "selective"),
+    in_long(BASELINE, None, "full"),
+    in_long(DDP, 2, "selective"),
     *(in_full(script, 2, "selective") for script in OTHERS),
 ]
 
@@ -232,7 +234,9 @@ model.MLP.forward = dropped
 """
 
 
-@pytest.mark.parametrize("script", [BASELINE, DDP, *map(in_full, (*OTHERS, TRAIN_ZERO, FINETUNE))])
+@pytest.mark.parametrize(
+    "script", [BASELINE, DDP, *map(in_long, OTHERS), *map(in_full, (TRAIN_ZERO, FINETUNE))]
+)
 def test_the_held_out_loss_is_without_dropout_and_the_loss_with_it(tmp_path, corpus, script):
     """The same weights with and without dropout: two runs with dropout would draw the same."""
     flags = ["--data", corpus, "--steps", 2, "--eval-every", 1]
@@ -269,17 +273,12 @@ model.MLP.forward = recorded
     ("script", "n", "flags"),
     [
         (DDP, 2, ""),
-        in_full(BASELINE, None, ""),
-        in_full("06_fsdp_zero/train_fsdp.py", 2, ""),
+        in_long(BASELINE, None, ""),
+        in_long("06_fsdp_zero/train_fsdp.py", 2, ""),
         in_full(TRAIN_ZERO, 2, ""),
         in_full(FINETUNE, 2, f"--data {CHATS} --seq-len 128"),
         pytest.param("08_model_parallel/train_3d.py", 4, "--tp 2", marks=pytest.mark.full),
-        pytest.param(
-            "08_model_parallel/train_3d.py",
-            4,
-            "--pp 2 --cp 2 --micro-batch-size 3",
-            marks=pytest.mark.full,
-        ),
+        in_long("08_model_parallel/train_3d.py", 4, "--pp 2 --cp 2 --micro-batch-size 3"),
     ],
 )
 def test_each_seed_step_and_rank_draws_other_numbers(tmp_path, corpus, script, n, flags):
@@ -333,7 +332,7 @@ def interrupted(result, step: int, folder: Path) -> Path:
         (BASELINE, None, 8),
         (DDP, 2, 8),
         in_full(DDP, 3, 8),
-        *(in_full(DDP, 2, step) for step in (1, STEPS - 1)),
+        *(in_long(DDP, 2, step) for step in (1, STEPS - 1)),
         *(in_full(script, 2, 8) for script in OTHERS),
     ],
 )
@@ -355,7 +354,7 @@ def test_resumed_is_uninterrupted_to_the_bit(runs, tmp_path, corpus, script, n, 
 
 @pytest.mark.parametrize(
     ("script", "n"),
-    [(DDP, 2), in_full(BASELINE, None), *(in_full(script, 2) for script in OTHERS)],
+    [(DDP, 2), in_full(BASELINE, None), *(in_long(script, 2) for script in OTHERS)],
 )
 def test_a_run_of_version_0_3_0_resumes(tmp_path, script, n):
     """Take the steps after the checkpoint as version 0.3.0 took them."""
@@ -383,7 +382,12 @@ def test_a_run_of_version_0_3_0_resumes(tmp_path, script, n):
 
 @pytest.mark.parametrize(
     ("script", "n"),
-    [(DDP, 3), in_full(DDP, 1), *(in_full(script, n) for script in OTHERS for n in (1, 3))],
+    [
+        (DDP, 3),
+        in_full(DDP, 1),
+        *(in_long(script, 1) for script in OTHERS),
+        *(in_full(script, 3) for script in OTHERS),
+    ],
 )
 def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, script, n):
     whole = runs(script, 2)
@@ -396,7 +400,7 @@ def test_a_run_saved_on_two_processes_goes_on_on_others(runs, tmp_path, corpus, 
     assert_near(saved(folder, STEPS)["model"], saved(whole.folder, STEPS)["model"])
 
 
-@pytest.mark.parametrize("script", [BASELINE, in_full(DDP)])
+@pytest.mark.parametrize("script", [BASELINE, in_long(DDP)])
 def test_fp16_scaler_and_accumulation_resume_to_the_bit(tmp_path, corpus, loud_weights, script):
     flags = (
         "--model",
@@ -440,7 +444,7 @@ def loud_weights(tmp_path) -> Path:
     return folder
 
 
-@each_of_several
+@each_way_to_shard
 def test_background_saves_hold_what_foreground_saves_hold(runs, tmp_path, corpus, script):
     foreground = runs(script, 2)
     result = train(
@@ -484,7 +488,7 @@ data.Sequences.__getitem__ = noted
 
 @pytest.mark.parametrize(
     ("script", "n"),
-    [(DDP, 2), in_full(BASELINE, None), *(in_full(script, 2) for script in OTHERS)],
+    [(DDP, 2), in_full(BASELINE, None), *(in_long(script, 2) for script in OTHERS)],
 )
 def test_data_loading_processes_change_nothing(runs, tmp_path, corpus, script, n):
     reading = with_prelude(script, tmp_path, READERS)
@@ -524,7 +528,7 @@ def test_what_is_drawn_at_random_goes_on_where_it_was(tmp_path, corpus, script, 
 
 @pytest.mark.full
 @needs_compiler
-@pytest.mark.parametrize(("script", "nproc"), [(BASELINE, None), ("05_ddp/train.py", 2)])
+@pytest.mark.parametrize(("script", "nproc"), [in_long(BASELINE, None), (DDP, 2)])
 def test_compiled_gradients_are_those_of_eager_kernels(tmp_path, script, nproc):
     """tests/test_06_fsdp.py has FSDP."""
     flags = ("--steps", 3, "--save-every", 1, "--keep", 3, "--dtype", "fp32")

@@ -18,6 +18,7 @@ from support.harness import (
     config_of,
     drop_after,
     in_full,
+    in_long,
     run,
     train,
 )
@@ -70,10 +71,10 @@ def split_texts(folder: Path) -> tuple[Path, Path, Path]:
     ("script", "nproc"),
     [
         (DDP, 2),
-        in_full("04_amp/train.py", None),
-        in_full("06_fsdp_zero/train_fsdp.py", 2),
+        in_long("04_amp/train.py", None),
+        in_long("06_fsdp_zero/train_fsdp.py", 2),
         in_full(TRAIN_ZERO, 2),
-        in_full(TRAIN_3D, None),
+        in_long(TRAIN_3D, None),
     ],
 )
 def test_a_split_by_hand_trains_as_the_split_of_the_script(tmp_path, script, nproc):
@@ -283,7 +284,7 @@ def split_chats(folder: Path, count: int = 3) -> tuple[Path, Path]:
     return folder / "train.jsonl", folder / "held_out.jsonl"
 
 
-@pytest.mark.parametrize("nproc", [None, in_full(2)])
+@pytest.mark.parametrize("nproc", [2, in_long(None)])
 def test_chats_split_by_hand_train_as_the_split_of_the_script(tmp_path, base, nproc):
     train_file, held_out = split_chats(tmp_path)
     flags = [*CHAT_FLAGS, "--model", base]

@@ -19,9 +19,11 @@ from support.harness import (
     content,
     damage,
     each_of_several,
+    each_way_to_shard,
     finish,
     holds,
     in_full,
+    in_long,
     kill_all,
     launch,
     run,
@@ -76,8 +78,8 @@ def signalled(process, folder: Path, number: int, steps: int = 3) -> Result:
     ("number", "script"),
     [
         pytest.param(signal.SIGTERM, DDP, id=f"SIGTERM-{DDP}"),
-        in_full(signal.SIGUSR1, DDP, id=f"SIGUSR1-{DDP}"),
-        *(in_full(signal.SIGTERM, script, id=f"SIGTERM-{script}") for script in OTHERS),
+        in_long(signal.SIGUSR1, DDP, id=f"SIGUSR1-{DDP}"),
+        *(in_long(signal.SIGTERM, script, id=f"SIGTERM-{script}") for script in OTHERS),
     ],
 )
 def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, undisturbed, number, script):
@@ -100,7 +102,7 @@ def assert_saved_and_goes_on(result: Result, undisturbed: Callable, script: str)
     assert resumed.summary["weights_sha256"] == undisturbed(script, 2)
 
 
-@each_of_several
+@each_way_to_shard
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, script):
     tells = with_prelude(
         script, tmp_path, 'print(os.getpid(), file=open("rank-" + os.environ["RANK"], "w"))'
@@ -122,7 +124,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, undisturbed, 
         in_full(signal.SIGHUP, (), DDP, id="terminal"),
         *(
             in_full(signal.SIGTERM, ("--async-save",), script, id=f"async-{script}")
-            for script in SEVERAL
+            for script in OTHERS
         ),
     ],
 )
@@ -154,7 +156,9 @@ def test_a_process_saves_when_its_terminal_closes_but_goes_on_under_nohup(
     ("seed", "script"),
     [
         (3, DDP),
-        *(in_full(seed, DDP) for seed in (0, 1, 2)),
+        in_full(2, DDP),
+        in_long(0, DDP),
+        in_long(1, DDP),
         *(in_full(3, other) for other in OTHERS),
     ],
 )
@@ -216,7 +220,7 @@ def test_a_rank_that_is_killed_takes_the_job_down(tmp_path, script):
     assert "exitcode  : -9" in result.err
 
 
-@each_of_several
+@each_way_to_shard
 def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
     parameter = "self.param_groups[0]['params'][0].data"
     drifting = with_fault(
@@ -240,7 +244,7 @@ def test_a_rank_that_drifts_is_found_at_the_end(tmp_path, script):
     [
         pytest.param((), DDP, id=f"sync-{DDP}"),
         in_full(("--async-save",), DDP, id=f"async-{DDP}"),
-        *(in_full((), script, id=f"sync-{script}") for script in OTHERS),
+        *(in_long((), script, id=f"sync-{script}") for script in OTHERS),
     ],
 )
 def test_a_file_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, background, script):

@@ -5,7 +5,7 @@ from support import gpu_host
 from support.harness import BASELINE, SEVERAL, tiny_flags, train, write_tiny
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 PID = "import os\nprint(os.getpid())\n"
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ from support.slurm_cluster import until
 pytestmark = pytest.mark.launch
 FILES = sorted(ROOT.glob("launch/slurm/*.sbatch"))
 ARRAY = "launch/slurm/array_requeue.sbatch"
+FSDP = "06_fsdp_zero/train_fsdp.py"
 FLAGS = ["--steps", 200, "--deterministic", "--data", "stdlib"]
 
 
@@ -44,15 +44,13 @@ def flags_of_a_sweep(cluster) -> list:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster) -> dict[str, tuple[str, Result]]:
-    """The job and what is left of one_node.sbatch (seed 1) and many_nodes.sbatch (seed 0; replicated and sharded)."""
-    one, many, sharded = (cluster.repository / name for name in ("one", "many", "sharded"))
-    two_nodes = partial(cluster.submit, "launch/slurm/many_nodes.sbatch", PROCS_PER_NODE="1")
+    """The job and what is left of one_node.sbatch and of many_nodes.sbatch with a script of its own."""
+    one, many = (cluster.repository / name for name in ("one", "many"))
     jobs = {
-        one: cluster.submit(
-            "--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one), "--seed", 1
+        one: cluster.submit("--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one)),
+        many: cluster.submit(
+            "launch/slurm/many_nodes.sbatch", *flags(many), PROCS_PER_NODE="1", SCRIPT=FSDP
         ),
-        many: two_nodes(*flags(many)),
-        sharded: two_nodes(*flags(sharded), SCRIPT="06_fsdp_zero/train_fsdp.py"),
     }
     for job in jobs.values():
         assert cluster.finished(job)["JobState"] == "COMPLETED", cluster.log(job)
@@ -73,11 +71,11 @@ def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_pr
     job, one = undisturbed["one"]
     assert one.summary["world_size"] == len(rank_logs(cluster, job)) == 2
     alone = train("05_ddp/train.py", tmp_path, *FLAGS)
-    for name, script in (("many", "05_ddp/train.py"), ("sharded", "06_fsdp_zero/train_fsdp.py")):
-        job, together = undisturbed[name]
-        assert (together.summary["world_size"], together.summary["script"]) == (2, script)
-        assert together.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-        assert rank_logs(cluster, job) == ["node-0", "node-1"]
+    assert one.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+    job, many = undisturbed["many"]
+    assert (many.summary["world_size"], many.summary["script"]) == (2, FSDP)
+    assert many.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+    assert rank_logs(cluster, job) == ["node-0", "node-1"]
 
 
 def test_inference_on_one_node_and_on_two(cluster):
@@ -175,7 +173,7 @@ def hold(*runs: Sweep) -> None:
     until(all_held)
 
 
-def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbed):
+def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
     """Index 1 is told that its time is up, as --signal does it; later index 0 is driven out by another job."""
     words = ["--nodes=2", "--array=0-1", ARRAY, *flags_of_a_sweep(cluster), *FLAGS]
     array = cluster.submit(*words, PROCS_PER_NODE="1")
@@ -198,7 +196,7 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
     )
     goes_on(other)
 
-    for run, reference in ((other, "many"), (told, "one")):
+    for seed, run in enumerate(runs):
         state = cluster.finished(run.job)
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), run.log
         first, last = (
@@ -210,7 +208,10 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, undisturbe
         )
         assert int(re.search(r"saved at step (\d+)", first)[1]) < 200
         assert "resuming from" in last
-        assert undisturbed[reference][1].summary["weights_sha256"] in last
+        undisturbed = train(
+            "05_ddp/train.py", tmp_path / str(seed), *FLAGS, "--seed", seed, nproc=2
+        )
+        assert undisturbed.summary["weights_sha256"] in last
     assert other.show()["Restarts"] == "1"  # a run that is done does not start again
 
 

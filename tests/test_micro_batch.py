@@ -9,12 +9,12 @@ import pytest
 from support import nogpu
 from support.harness import (
     BASELINE,
+    NO_COMPILER,
     ROOT,
     assert_refused,
     each_script,
     finish,
     in_full,
-    needs_compiler,
     run,
     start,
     tiny_flags,
@@ -152,11 +152,11 @@ def losses_and_weights(result):
     return result.column("loss"), result.column("val_loss"), result.summary["weights_sha256"]
 
 
-def run_as_on_a_gpu(script, folder, *flags):
+def run_as_on_a_gpu(script, folder, *flags, prelude=""):
     """Return the result of a run on the CPU that measures as on a GPU, and the size it took."""
     write_tiny(folder)
     flags = [*tiny_flags(folder), *flags, "--steps", 3]
-    started = with_prelude(script, folder, MEASURE_ON_CPU)
+    started = with_prelude(script, folder, prelude + MEASURE_ON_CPU)
     ranks = None if script == BASELINE else 2
     result = run(started, folder, *flags, nproc=ranks)
     assert result.code == 0, result
@@ -182,9 +182,8 @@ def test_a_measurement_leaves_no_trace(tmp_path, script, flags):
 
 
 @pytest.mark.full
-@needs_compiler
 def test_a_compiled_model_is_measured_in_eager_mode(tmp_path):
-    _, size = run_as_on_a_gpu("05_ddp/train.py", tmp_path, "--compile")
+    _, size = run_as_on_a_gpu("05_ddp/train.py", tmp_path, "--compile", prelude=NO_COMPILER)
     assert size == 2
 
 

@@ -14,7 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import ROOT, Result, command, finish, in_full, run, start, with_prelude
+from support.harness import (
+    ROOT,
+    Result,
+    command,
+    finish,
+    in_full,
+    in_long,
+    run,
+    start,
+    with_prelude,
+)
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -141,8 +151,8 @@ def check_notes(result: Result, ranks: int, shares: int) -> None:
     assert len(set(itertools.chain(*draws))) == SMALL_STEPS * shares
 
 
-CUT = [(DDP, 3), (FSDP, 2), (TENSOR, 4)]
-CUT += [in_full(file, None) for file in (DDP, FSDP, TENSOR)]
+OFTEN_CUT = [(DDP, 3), (FSDP, 2), (TENSOR, 4)]
+CUT = [*OFTEN_CUT, in_full(FSDP, None), in_long(DDP, None), in_long(TENSOR, None)]
 
 
 @pytest.mark.parametrize(("script", "nproc"), CUT)
@@ -227,7 +237,7 @@ def test_the_collectives_of_a_step(script, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("script", "nproc"), [*CUT, (DDP, 2), (FSDP, 3), (TENSOR, 2)])
+@pytest.mark.parametrize(("script", "nproc"), OFTEN_CUT)
 def test_one_loss_as_a_reader_starts_it(script, nproc, baseline, tmp_path):
     same(run_minimal(script, tmp_path, *FP32, nproc=nproc, warm=False), baseline, 20)
 

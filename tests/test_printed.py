@@ -27,9 +27,7 @@ def cases() -> list:
         if quoted.script in NOT_RUN or not (checked_lines(quoted.lines) or headings(quoted.lines)):
             continue
         marks = [pytest.mark.long]
-        if "smollm2" in quoted.command:
-            marks = [pytest.mark.real_model]
-        elif any(text in quoted.command for text in FAST):
+        if any(text in quoted.command for text in FAST):
             marks = []
         params.append(pytest.param(quoted, marks=marks, id=quoted.command[:60]))
     return params
@@ -47,7 +45,9 @@ def test_what_is_quoted_is_in_the_source():
 
 
 @pytest.mark.parametrize("quoted", cases())
-def test_what_is_quoted_is_printed(tmp_path, quoted):
+def test_what_is_quoted_is_printed(tmp_path, request, quoted):
+    if "smollm2" in quoted.command:
+        request.getfixturevalue("smollm2")
     words = shlex.split(quoted.command)
     nproc = None
     if words[0] == "torchrun":

@@ -26,10 +26,10 @@ PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 
 # Scripts whose training loop has a bar, their number of processes, and flags of their own.
 TRAINING = [
-    ("04_amp/train.py", None, ()),
-    in_full("05_ddp/train.py", 2, ()),
-    in_full("06_fsdp_zero/train_fsdp.py", 2, ()),
-    in_full(TRAIN_3D, None, ()),
+    ("05_ddp/train.py", 2, ()),
+    in_long("04_amp/train.py", None, ()),
+    in_long("06_fsdp_zero/train_fsdp.py", 2, ()),
+    in_long(TRAIN_3D, None, ()),
     in_full(TRAIN_ZERO, 2, ()),
     in_full(FINETUNE, 2, ("--data", PAIRS, "--seq-len", 128, "--adapters", 0)),
 ]

@@ -87,6 +87,7 @@ def train(script: str, folder: Path, where: Path, steps: int, nproc: int | None 
     return result
 
 
+@pytest.mark.long  # the next test shows it with two ranks
 def test_training_starts_at_the_loss_of_transformers(tmp_path, smollm2, first_loss):
     result = train("04_amp/train.py", smollm2, tmp_path, 1)
     assert result.column("loss") == pytest.approx([first_loss], rel=1e-4)

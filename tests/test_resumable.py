@@ -15,16 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import (
-    ROOT,
-    Result,
-    command,
-    finish,
-    holds,
-    in_full,
-    run,
-    start,
-)
+from support.harness import ROOT, Result, command, finish, holds, in_full, in_long, run, start
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -36,8 +27,9 @@ FLAGS = ("--dtype", "fp32", "--global-batch", 6, "--micro-batch", 1, "--log-ever
 LAYOUTS = [
     (DDP, 2),
     (FSDP, 2),
-    *(in_full(DDP, nproc) for nproc in (None, 3)),
-    *(in_full(FSDP, nproc) for nproc in (None, 3)),
+    in_full(FSDP, 3),
+    in_long(FSDP, None),
+    *(in_long(DDP, nproc) for nproc in (None, 3)),
 ]
 
 
@@ -139,7 +131,7 @@ def test_a_killed_run_resumes_bit_for_bit(script, nproc, never_stopped, tmp_path
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((DDP, 2), (FSDP, 3)), in_full((DDP, 2), (DDP, 3)), in_full((FSDP, 3), (DDP, None))],
+    [((DDP, 2), (FSDP, 3)), in_long((DDP, 2), (DDP, 3)), in_full((FSDP, 3), (DDP, None))],
 )
 def test_a_run_resumes_on_other_ranks_and_with_the_other_script(
     before, after, never_stopped, tmp_path
@@ -154,8 +146,8 @@ def test_a_run_resumes_on_other_ranks_and_with_the_other_script(
     [
         (DDP, 2, signal.SIGTERM),
         in_full(FSDP, None, signal.SIGUSR1),
-        in_full(DDP, 2, signal.SIGUSR1),
-        in_full(FSDP, None, signal.SIGTERM),
+        in_long(DDP, 2, signal.SIGUSR1),
+        in_long(FSDP, None, signal.SIGTERM),
     ],
 )
 def test_a_signal_to_one_rank_saves_and_stops_all(script, nproc, number, never_stopped, tmp_path):

@@ -110,11 +110,11 @@ RUNS = {
 
 
 IN_SHORT = ("FSDP",)
+IN_LONG = ("DDP", "ZeRO-1", "tensor parallel")
+IN_FULL = [case for case in RUNS if case not in IN_SHORT + IN_LONG]
 
 
-@pytest.mark.parametrize(
-    "case", [*IN_SHORT, *(in_full(case) for case in RUNS if case not in IN_SHORT)]
-)
+@pytest.mark.parametrize("case", [*IN_SHORT, *map(in_full, IN_FULL), *map(in_long, IN_LONG)])
 def test_a_run_answers_after_the_command_that_is_told(tmp_path, case):
     script, nproc, flags = RUNS[case]
     result = train(script, tmp_path, "--keep", 1, *SHORT, *flags, nproc=nproc)
@@ -232,7 +232,7 @@ def test_a_checkpoint_is_converted_by_its_name(tmp_path):
     assert weights.digest(read_weights(tmp_path / first)) != result.summary["weights_sha256"]
 
 
-@pytest.mark.parametrize("how", ["one bit", in_full("truncated"), in_full("missing")])
+@pytest.mark.parametrize("how", ["one bit", in_long("truncated"), in_long("missing")])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     train(BASELINE, tmp_path, *SHORT)
     damage(tmp_path / "run/step-00000002", how)
@@ -332,7 +332,7 @@ def of_prepared_tokens_with_others_for_evaluation(folder: Path) -> list:
     return [*flags, "--eval-data", "eval.txt"]
 
 
-TOKENIZERS = [with_flag, in_full(of_the_model), in_full(of_prepared_tokens)]
+TOKENIZERS = [with_flag, in_full(of_the_model), in_long(of_prepared_tokens)]
 
 
 @pytest.mark.parametrize(

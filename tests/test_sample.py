@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from support.harness import (
+    NO_COMPILER,
     ROOT,
     TEXT,
     TINY,
     config_of,
     in_full,
-    needs_compiler,
+    in_long,
     run,
     train,
     write_tiny,
@@ -109,14 +110,13 @@ def main():
 exits.run(main)
 """
 
-COMPILED = (pytest.mark.full, needs_compiler)
 RUNS = [
     ("plain", "eager"),
     ("fsdp", "eager"),
     in_full("ddp", "eager"),
-    pytest.param("plain", "compiled", marks=COMPILED),
-    pytest.param("ddp", "compiled", marks=COMPILED),
-    pytest.param("fsdp", "compiled", marks=COMPILED),
+    in_long("plain", "compiled"),
+    in_long("ddp", "compiled"),
+    in_full("fsdp", "compiled"),
 ]
 
 
@@ -124,7 +124,8 @@ RUNS = [
 def test_texts_change_nothing_in_the_training(tmp_path, kind, mode):
     write_tiny(tmp_path)
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), text=str(TEXT)), encoding="utf-8")
+    source = SCRIPT.format(root=str(ROOT), text=str(TEXT))
+    script.write_text(NO_COMPILER + source, encoding="utf-8")
     nproc = None if kind == "plain" else 2
     result = run(script, tmp_path, kind, mode, nproc=nproc)
     assert result.code == 0, result
@@ -188,8 +189,8 @@ def test_a_run_without_its_tokenizer_has_no_text(tmp_path):
     ("script", "nproc"),
     [
         ("05_ddp/train.py", 2),
-        in_full("04_amp/train.py", None),
-        in_full("06_fsdp_zero/train_fsdp.py", 2),
+        in_long("04_amp/train.py", None),
+        in_long("06_fsdp_zero/train_fsdp.py", 2),
     ],
 )
 def test_each_evaluation_shows_a_text(tmp_path, script, nproc):

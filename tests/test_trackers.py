@@ -32,8 +32,8 @@ PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
 # The training scripts, and flags of their own. A new script joins the tests by a line here.
 SCRIPTS = [
     (DDP, ()),
-    in_full("06_fsdp_zero/train_fsdp.py", ()),
-    in_full(TRAIN_3D, ()),
+    in_long("06_fsdp_zero/train_fsdp.py", ()),
+    in_long(TRAIN_3D, ()),
     in_full(TRAIN_ZERO, ()),
     in_full(FINETUNE, ("--data", PAIRS, "--seq-len", 128, "--adapters", 0)),
 ]

@@ -2,7 +2,7 @@
 
 import psutil
 import pytest
-from support.harness import BASELINE, SEVERAL, checkpoints, in_full, run, train
+from support.harness import BASELINE, SEVERAL, checkpoints, in_long, run, train
 
 # what a clock or the allocator says differs from run to run
 MEASURED = ("second", "mfu", "bytes", "data_wait_share", "slowest_rank")
@@ -14,7 +14,7 @@ def computed(record: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize(("script", "n"), [(BASELINE, None), in_full(SEVERAL[0], 2)])
+@pytest.mark.parametrize(("script", "n"), [(BASELINE, None), in_long(SEVERAL[0], 2)])
 def test_training_ends_equal_to_the_bit(tmp_path, script, n):
     flags = ("--deterministic", "--save-every", 7, "--run-dir", "run")
     cold, forked = (

@@ -32,6 +32,14 @@ CAN_COMPILE = shutil.which("g++") and Path(sysconfig.get_path("include"), "Pytho
 needs_compiler = pytest.mark.skipif(
     not CAN_COMPILE, reason="torch.compile on a CPU needs g++ and Python.h"
 )
+# a prelude: makes graphs as torch.compile does, and runs them without a compiler
+NO_COMPILER = """
+import torch
+compile_module = torch.nn.Module.compile
+def without_compiler(module, **how):
+    compile_module(module, **how, backend="aot_eager")
+torch.nn.Module.compile = without_compiler
+"""
 TINY = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -81,8 +89,10 @@ def in_long(*values, **how):
 
 
 # What the scripts share is in common/: `make test` tries it with the first.
-each_script = pytest.mark.parametrize("script", [BASELINE, *map(in_full, SEVERAL)])
-each_of_several = pytest.mark.parametrize("script", [SEVERAL[0], *map(in_full, SEVERAL[1:])])
+each_script = pytest.mark.parametrize("script", [BASELINE, *map(in_long, SEVERAL)])
+each_of_several = pytest.mark.parametrize("script", [SEVERAL[0], *map(in_long, SEVERAL[1:])])
+# where shards are saved, or ranks differ, otherwise than by the first
+each_way_to_shard = pytest.mark.parametrize("script", [SEVERAL[0], *map(in_full, SEVERAL[1:])])
 
 
 @dataclass
