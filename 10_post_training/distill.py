@@ -261,33 +261,30 @@ def warm_start(model, reversed_share):
         update(model, optimizer, -logprobs.sum() / (SFT_ROWS * ANSWER_TOKENS))
 
 
-def sample(server, step):
-    """Sample GROUP answers to each prompt of this rank.
+def prompts_of_this_rank():
+    """Return their numbers among the prompts of all ranks."""
+    return range(dist.get_rank(), PROMPTS, dist.get_world_size())
 
-    Return the index of each answer's prompt among the prompts of all ranks, and what generate
-    returns.
-    """
+
+def sample(server, step):
+    """Sample GROUP answers to each prompt of this rank. Return what generate returns."""
     numbers = random.Random(f"{SEED} {step}").choices(TRAIN_NUMBERS, k=PROMPTS)
-    indices = []
     prompts = []
     noise = []
-    for index in range(dist.get_rank(), PROMPTS, dist.get_world_size()):
+    for prompt in prompts_of_this_rank():
         for answer in range(GROUP):
-            indices.append(index)
-            prompts.append(numbers[index] + "=")
-            noise.append(gumbel_noise(step, index, answer))
-    rollouts = generate(server, encode(prompts), torch.stack(noise).to(DEVICE))
-    return torch.tensor(indices, device=DEVICE), *rollouts
+            prompts.append(numbers[prompt] + "=")
+            noise.append(gumbel_noise(step, prompt, answer))
+    return generate(server, encode(prompts), torch.stack(noise).to(DEVICE))
 
 
 @torch.no_grad()
 def make_batch(rollouts, model, teacher, correction):
     """Return what the trainer learns from: tensors with one row per answer."""
-    prompt_indices, sequences, answer_mask, server_logprobs = rollouts
+    sequences, answer_mask, server_logprobs = rollouts
     old_logprobs = answer_logprobs(model, sequences)  # of the trainer, before its updates
     teacher_logprobs = answer_logprobs(teacher, sequences)
     return SimpleNamespace(
-        prompt_indices=prompt_indices,  # [rows]
         sequences=sequences,  # [rows, PROMPT_TOKENS + ANSWER_TOKENS]
         answer_mask=answer_mask,  # False for padding after the answer, [rows, ANSWER_TOKENS]
         loss_mask=answer_mask,  # the tokens that the loss is a mean of
@@ -300,9 +297,13 @@ def make_batch(rollouts, model, teacher, correction):
     )
 
 
-def choose_rows(batch, is_chosen):
-    """Return a batch with some of the rows."""
-    return SimpleNamespace(**{name: rows[is_chosen] for name, rows in vars(batch).items()})
+def minibatch_of(batch, number, minibatches):
+    """Return the rows of one mini-batch. Its prompts are the same on any number of ranks."""
+    rows = []
+    for place, prompt in enumerate(prompts_of_this_rank()):
+        if prompt * minibatches // PROMPTS == number:
+            rows += range(place * GROUP, (place + 1) * GROUP)
+    return SimpleNamespace(**{name: tensor[rows] for name, tensor in vars(batch).items()})
 
 
 def over_ranks(*numbers):
@@ -327,8 +328,7 @@ def train(model, optimizer, batch, args):
     loss_sum = torch.zeros((), device=DEVICE)
     ratios = []
     for number in range(args.minibatches):
-        # Prompts of one mini-batch are the same on any number of ranks.
-        part = choose_rows(batch, batch.prompt_indices * args.minibatches // PROMPTS == number)
+        part = minibatch_of(batch, number, args.minibatches)
         logprobs = answer_logprobs(model, part.sequences)
         losses, ratio, is_clipped = grpo_loss(logprobs, part, args.beta)
         divisor = divisors(part.loss_mask, tokens, answers, args.loss_type) / args.minibatches
