@@ -118,9 +118,8 @@ def test_one_process_equals_the_baseline_to_the_bit(runs, script, n):
         *(in_full(script, 2, 2) for script in OTHERS),
     ],
 )
-def test_micro_batches_and_chunks_of_the_loss_equal_one_batch(
-    runs, tmp_path, corpus, script, n, micro
-):
+def test_micro_batches_equal_one_batch(runs, tmp_path, corpus, script, n, micro):
+    """And so do chunks of the loss, which train_3d.py has not."""
     baseline = runs(BASELINE, None)
     flags = ("--micro-batch-size", micro, "--data", corpus, *EVERY_STEP)
     if script != TRAIN_3D:
