@@ -1,8 +1,9 @@
-"""A decoder-only transformer: the architecture of Llama, Mistral, Qwen2 and Qwen3.
+"""A decoder-only transformer: the architecture of Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
     Transformer      Decoder, then a linear head to logits
       Decoder        embedding, Blocks, final norm
-        Block        Attention and MLP, each after an RMSNorm and inside a residual connection
+        Block        Attention and MLP, each after an RMSNorm and inside a residual connection.
+                     In a mixture of experts, lm/moe.py has what is in place of the MLP
 
 Parameter names and arithmetic match Hugging Face transformers, so that checkpoints load in either
 without conversion. In the shapes below, `heads` are query heads and `kv_heads` are key and value
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.moe import Mixture
 from lm.shapes import Config
 
 
@@ -110,7 +112,7 @@ class Decoder(nn.Module):
         self.config = c
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         # A dict, not a list: layer 7 keeps its name in a stage that has only some layers.
-        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_hidden_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(c, i) for i in range(c.num_hidden_layers)})
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self._fill_rope_tables()
 
@@ -162,10 +164,11 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then the MLP, each after a norm and inside a residual connection."""
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, c: Config, layer: int) -> None:
         super().__init__()
+        has_experts = c.experts is not None and layer not in c.experts.dense_layers
         self.self_attn = Attention(c)
-        self.mlp = MLP(c)
+        self.mlp = Mixture(c) if has_experts else MLP(c)
         self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from common.runtime import print0, ranks
 from lm import shapes
 from lm.model import Transformer
 from lm.shapes import SIZES, Config, has_weights, parameter_count
+from lm.expert_files import StoredPart, stored_parts
 from lm.weight_files import HEAD, StoredWeights, has_own_head, weight_files
 from training.digest import digest as digest  # it was here until 0.4.0
 from training.digest import local_part
@@ -188,10 +189,43 @@ def init_weights(net: Transformer, seed: int) -> None:
 
     So a model starts from the same weights whether it is whole, sharded or split into stages.
     """
+
+    def draw(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        rows, *columns = slices
+        full_rows = random_weight(name, shape, seed, rows.start, rows.stop)
+        return full_rows[(slice(None), *columns)]
+
     for name, parameter in _with_bar(net, "drawing weights"):
-        local, (rows, *columns) = local_part(parameter)
-        full_rows = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
-        local.copy_(full_rows[(slice(None), *columns)])
+        fill(parameter, stored_parts(name, parameter.shape), draw)
+
+
+def fill(
+    parameter: Tensor,
+    parts: list[StoredPart],
+    read: Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor],
+) -> None:
+    """Fill what this rank holds of a parameter, part by part.
+
+    read(name, shape, slices) returns the numbers in some slices of a stored tensor.
+    """
+    local, held = local_part(parameter)
+    for part in parts:
+        # A stack has an index in front, the number of the expert.
+        target, slices = local, held
+        if part.expert is not None:
+            expert, *slices = held
+            if part.expert not in range(expert.start, expert.stop):
+                continue
+            target = local[part.expert - expert.start]
+        # The rows of the parameter that this rank holds, and the stored tensor has.
+        rows, *columns = slices
+        first = max(rows.start, part.first_row)
+        last = min(rows.stop, part.first_row + part.shape[0])
+        if first >= last:
+            continue
+        stored_rows = slice(first - part.first_row, last - part.first_row)
+        numbers = read(part.name, part.shape, (stored_rows, *columns))
+        target[first - rows.start : last - rows.start].copy_(numbers)
 
 
 def random_weight(
@@ -247,12 +281,14 @@ def open_weights(name: str, config: Config, flag: str = "--model") -> StoredWeig
 @torch.no_grad()
 def load_weights(net: Transformer, stored: StoredWeights) -> None:
     """Fill a model with stored weights. Each rank of a sharded model reads only its own shards."""
+
+    def read(name: str, _: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        return stored.read(name, slices)
+
     for name, parameter in _with_bar(net, "loading weights"):
-        if name not in stored.tensors:  # an adapter
-            continue
-        local, slices = local_part(parameter)
-        if local.numel() > 0:  # a rank may hold no rows of a small matrix
-            local.copy_(stored.read(name, slices))
+        parts = stored_parts(name, parameter.shape, stored.tensors)
+        if parts[0].name in stored.tensors:  # else it is an adapter
+            fill(parameter, parts, read)
 
 
 def _with_bar(net: Transformer, description: str) -> Iterable[tuple[str, nn.Parameter]]:
@@ -273,7 +309,8 @@ def check_names_and_shapes(config: Config, stored: StoredWeights) -> None:
     full_model = build("", config, seed=0, device="meta")
     needed_shapes = {}
     for name, parameter in full_model.named_parameters():
-        needed_shapes[name] = tuple(parameter.shape)
+        for part in stored_parts(name, parameter.shape, stored.tensors):
+            needed_shapes[part.name] = part.shape
 
     for name in sorted(stored_shapes.keys() | needed_shapes.keys()):
         stored_shape = stored_shapes.get(name, "missing")

@@ -1,0 +1,92 @@
+"""A mixture of experts in place of a block's MLP: the arithmetic of Qwen3-MoE and Mixtral.
+
+    Mixture     a router chooses k experts for each token, and adds up their outputs
+      Experts   the MLPs of all experts, as two stacks of matrices
+
+A mixture has the weights of all its experts, and a token passes k of them. Names and arithmetic
+match Hugging Face transformers, with one exception: the router computes in fp32.
+08_model_parallel/expert_parallel.py explains a mixture of experts step by step.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.shapes import Config
+
+
+class Mixture(nn.Module):
+    """A router, and the experts that it chooses from."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.experts_per_token = c.experts.num_experts_per_tok
+        self.divide_by_sum = c.experts.norm_topk_prob
+        self.gate = nn.Linear(c.hidden_size, c.experts.num_experts, bias=False)
+        self.experts = Experts(c)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, tokens, hidden] for x of the same shape."""
+        tokens = x.flatten(0, 1)  # [tokens, hidden]
+        probabilities = self.route(tokens)
+        weights, choices = probabilities.topk(self.experts_per_token)  # [tokens, k]
+        if self.divide_by_sum:
+            weights = weights / weights.sum(-1, keepdim=True)
+
+        # Give each choice a row, and order the rows by expert.
+        order = choices.flatten().argsort(stable=True)  # choices are numbered token * k + place
+        rows = tokens[order // self.experts_per_token]
+        rows = self.experts(rows, count(choices, self.gate.out_features))
+        # Back in the order of the tokens, the sum over k has a fixed order, without atomics.
+        outputs = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
+        return (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1).view_as(x)
+
+    def route(self, tokens: Tensor) -> Tensor:
+        """Return the probability of each expert, [tokens, experts], in fp32.
+
+        In bf16 two experts that are nearly tied change places more often.
+        """
+        with torch.autocast(tokens.device.type, enabled=False):
+            return F.linear(tokens.float(), self.gate.weight.float()).softmax(dim=-1)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts. Each weight is a stack with one matrix per expert."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        experts = c.experts.num_experts
+        intermediate = c.experts.moe_intermediate_size
+        # The rows of an expert's gate_proj, and then those of its up_proj.
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, c.hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, c.hidden_size, intermediate))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return [rows, hidden] for rows of this shape, which are ordered by expert.
+
+        counts, [experts], are the rows of each expert. An expert without rows takes part: its
+        gradient is 0, not None.
+        """
+        gate, up = multiply(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
+        return multiply(F.silu(gate) * up, self.down_proj, counts)
+
+
+def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each row by the matrix of its expert.
+
+    rows, [rows, inputs], are ordered by expert, and counts says how many each has. stack is
+    [experts, outputs, inputs].
+    """
+    stack = stack.to(rows.dtype)  # autocast does not know grouped_mm
+    # torch compiles and traces grouped_mm in bf16 only.
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0).int())
+    parts = rows.split(counts.tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind())])
+
+
+def count(choices: Tensor, experts: int) -> Tensor:
+    """Return how many choices fell on each expert, [experts]."""
+    # bincount would make the CPU wait for the GPU.
+    choices = choices.flatten()
+    return choices.new_zeros(experts).scatter_add(0, choices, torch.ones_like(choices))
