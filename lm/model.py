@@ -15,7 +15,7 @@ Three details serve chapters 06 to 09. Parts of the model may be None (pipeline 
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,7 @@ class Transformer(nn.Module):
         self.config = c
         self.model = Decoder(c)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.balance: Any = None  # of a mixture of experts in training: see lm/balance.py
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -86,7 +87,10 @@ class Transformer(nn.Module):
             return hidden
         if targets is None:
             return self.lm_head(hidden)
-        return self.loss(hidden, targets, reduction)
+        loss = self.loss(hidden, targets, reduction)
+        if self.balance is not None and torch.is_grad_enabled():
+            loss = loss + self.balance.loss()
+        return loss
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Return the cross-entropy in nats over targets other than -100, as a "mean" or a "sum".

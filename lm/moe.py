@@ -24,19 +24,32 @@ class Mixture(nn.Module):
         self.divide_by_sum = c.experts.norm_topk_prob
         self.gate = nn.Linear(c.hidden_size, c.experts.num_experts, bias=False)
         self.experts = Experts(c)
+        self.bias: Tensor | None = None  # see lm/balance.py
+
+    def add_bias(self) -> None:
+        """Add a bias, [experts], to the probabilities when experts are chosen. It starts at 0."""
+        device = self.gate.weight.device
+        self.register_buffer("bias", torch.zeros(self.gate.out_features, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [batch, tokens, hidden] for x of the same shape."""
+        """Return [batch, tokens, hidden] for x of the same shape.
+
+        lm/balance.py reads what it leaves: counts and mean_probability, of the last forward.
+        """
         tokens = x.flatten(0, 1)  # [tokens, hidden]
         probabilities = self.route(tokens)
-        weights, choices = probabilities.topk(self.experts_per_token)  # [tokens, k]
+        scores = probabilities if self.bias is None else probabilities + self.bias
+        choices = scores.topk(self.experts_per_token).indices  # [tokens, k]
+        weights = probabilities.gather(-1, choices)
         if self.divide_by_sum:
             weights = weights / weights.sum(-1, keepdim=True)
+        self.counts = count(choices, self.gate.out_features)
+        self.mean_probability = probabilities.mean(dim=0)  # [experts]
 
         # Give each choice a row, and order the rows by expert.
         order = choices.flatten().argsort(stable=True)  # choices are numbered token * k + place
         rows = tokens[order // self.experts_per_token]
-        rows = self.experts(rows, count(choices, self.gate.out_features))
+        rows = self.experts(rows, self.counts)
         # Back in the order of the tokens, the sum over k has a fixed order, without atomics.
         outputs = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
         return (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1).view_as(x)

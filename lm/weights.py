@@ -13,9 +13,9 @@ from common import cli, hardware, report
 from common.exits import UserError
 from common.runtime import print0, ranks
 from lm import shapes
+from lm.expert_files import StoredPart, stored_parts
 from lm.model import Transformer
 from lm.shapes import SIZES, Config, has_weights, parameter_count
-from lm.expert_files import StoredPart, stored_parts
 from lm.weight_files import HEAD, StoredWeights, has_own_head, weight_files
 from training.digest import digest as digest  # it was here until 0.4.0
 from training.digest import local_part
@@ -33,28 +33,36 @@ DRAWN_ON_CPU = 2e9
 BAR_DELAY = 2.0  # seconds after which a progress bar appears
 
 
-def read_config(name: str, flag: str = "--model") -> Config:
+def read_config(name: str, flag: str = "--model", *, experts: bool = False) -> Config:
     """Return the shape of the model that `build` makes of `name`.
 
     It is that of shapes.read_config, which also says what is raised, with one exception: a head
     that config.json ties to the embedding is not tied if the folder's weights differ.
+
+    experts: whether the script computes mixtures of experts. If not, raise UserError for one.
     """
     config = shapes.read_config(name, flag)
+    if config.experts and not experts:
+        raise UserError(
+            f"{flag} {name} is a mixture of experts, which this script does not compute: "
+            "train it with 06_fsdp_zero/train_fsdp.py"
+        )
     if config.tie_word_embeddings and name not in SIZES and has_own_head(Path(name)):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     return config
 
 
-def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
+def load_config(name: str, tokenizer_size: int, seq_len: int, *, experts: bool = False) -> Config:
     """Return the shape to train on tokens of a tokenizer, in sequences of `seq_len` tokens.
 
-    The shape is that of read_config. Only nano takes its vocabulary size from the tokenizer.
+    The shape is that of read_config, also for `experts`. Only nano and nano-moe take their
+    vocabulary size from the tokenizer.
 
     Raise UserError if read_config does, if the tokenizer has more tokens than the model, or if
     `seq_len` is longer than the model allows.
     """
-    config = read_config(name)
-    if name == "nano":
+    config = read_config(name, experts=experts)
+    if name in ("nano", "nano-moe"):
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
 
     # 256 tokens are bytes. Weights with a large vocabulary were trained with another tokenizer.
@@ -164,6 +172,9 @@ def materialize(
     stored = open_weights(name, net.config, flag)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
+    for name, buffer in net.named_buffers():
+        if name.endswith(".mlp.bias"):  # of a mixture of experts
+            buffer.zero_()
     if stored is None:
         init_weights(net, seed)
     else:
