@@ -22,7 +22,6 @@ Previous: 05_ddp/train.py, zero_from_scratch.py. Next: launch/.
 """
 
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -223,7 +222,7 @@ def main() -> int:
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
         runtime.seed_step(args.seed, step, rank)
         if objects.start_step:
-            objects.start_step(step, nullcontext)
+            objects.start_step(step)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data

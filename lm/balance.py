@@ -12,8 +12,8 @@ A router that prefers some experts trains them more, and prefers them more and m
             Auxiliary-Loss-Free Load Balancing.
 
 f and the loads count the tokens of the global batch: of all ranks and all micro-batches. f
-multiplies p, so backward of the first micro-batch needs the counts of the last. If there are several
-micro-batches, `start_step` counts in a forward of its own.
+multiplies p, so backward of the first micro-batch needs the counts of the last. If there are
+several micro-batches, `start_step` counts in a forward of its own.
 """
 
 from argparse import Namespace

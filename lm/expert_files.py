@@ -1,9 +1,10 @@
-"""How the experts of a model lie in weight files: a matrix per expert, or the stacks of all experts.
+"""How experts lie in weight files: a matrix per expert, or a stack of all experts.
 
-    model          layers.0.mlp.experts.gate_up_proj              [experts, 2 * intermediate, hidden]
-    files on the   layers.0.mlp.experts.7.gate_proj.weight        [intermediate, hidden]
-    hub: Qwen3     layers.0.mlp.experts.7.up_proj.weight
-    Mixtral        layers.0.block_sparse_moe.experts.7.w1.weight  (gate), w3 (up), w2 (down)
+    model       layers.0.mlp.experts.gate_up_proj              [experts, 2 * intermediate, hidden]
+    files on the hub
+      Qwen3     layers.0.mlp.experts.7.gate_proj.weight        [intermediate, hidden]
+                layers.0.mlp.experts.7.up_proj.weight
+      Mixtral   layers.0.block_sparse_moe.experts.7.w1.weight  (gate), w3 (up), w2 (down)
 
 Folders are written as on the hub. Files with stacks, which transformers 5 can write, are read, too.
 """

@@ -24,12 +24,12 @@ class Mixture(nn.Module):
         self.divide_by_sum = c.experts.norm_topk_prob
         self.gate = nn.Linear(c.hidden_size, c.experts.num_experts, bias=False)
         self.experts = Experts(c)
-        self.bias: Tensor | None = None  # see lm/balance.py
+        self.bias: Tensor | None
+        self.register_buffer("bias", None)  # see lm/balance.py
 
     def add_bias(self) -> None:
         """Add a bias, [experts], to the probabilities when experts are chosen. It starts at 0."""
-        device = self.gate.weight.device
-        self.register_buffer("bias", torch.zeros(self.gate.out_features, device=device))
+        self.bias = torch.zeros(self.gate.out_features, device=self.gate.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [batch, tokens, hidden] for x of the same shape.
@@ -94,8 +94,10 @@ def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     # torch compiles and traces grouped_mm in bf16 only.
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0).int())
-    parts = rows.split(counts.tolist())
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind())])
+    outputs = []
+    for part, matrix in zip(rows.split(counts.tolist()), stack.unbind(), strict=True):
+        outputs.append(F.linear(part, matrix))
+    return torch.cat(outputs)
 
 
 def count(choices: Tensor, experts: int) -> Tensor:

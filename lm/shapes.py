@@ -679,9 +679,10 @@ def flops_per_token(config: Config, seq_len: int) -> int:
 
     MFU is defined with this formula (Chowdhery et al. 2022, PaLM, appendix B). Its two terms:
 
-    - Matmuls with parameters. Of a mixture of experts, N counts those that a token passes. In forward, each parameter takes part in one multiplication and one
+    - Matmuls with parameters. In forward, each parameter takes part in one multiplication and one
       addition per token: 2 FLOPs. Backward takes twice as many, for the gradients of the input and
       of the parameter. The sum is 6 FLOPs per parameter. N is the number of all parameters.
+      Of experts, only those count that a token passes.
       N_embedding is the size of the input embedding, which is looked up and not multiplied. If the
       embedding is tied, N_embedding is 0, because lm_head multiplies by the same matrix.
     - Attention. In forward, each head multiplies the token's query by seq_len keys, and then its

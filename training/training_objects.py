@@ -1,7 +1,6 @@
 """What `load_training_objects` of a training script returns."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -27,8 +26,8 @@ class TrainingObjects(NamedTuple):
         config_json: The content of config.json in each checkpoint, for convert_checkpoint.py.
         sample: Called at each evaluation on all ranks, to return a text, which rank 0 prints. It
             must turn gradients and dropout off itself.
-        start_step: Called with the number of a step and the context of forward, before its first
-            micro-batch, on all ranks.
+        start_step: Called before the first micro-batch of a step, on all ranks, with the number of
+            the step and, if it has one, the context of forward.
         end_step: Called after each optimizer step on all ranks, to return tensors by name, which
             metrics.jsonl then has.
     """
@@ -40,5 +39,5 @@ class TrainingObjects(NamedTuple):
     flops_per_token: float | None = None
     config_json: dict | None = None
     sample: Callable[[], str | None] | None = None
-    start_step: Callable[[int, Callable[[], AbstractContextManager]], None] | None = None
+    start_step: Callable[..., None] | None = None
     end_step: Callable[[], dict[str, Tensor]] | None = None
