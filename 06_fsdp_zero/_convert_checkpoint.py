@@ -378,6 +378,11 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
         net = model.Transformer(shapes.parse_config(config, f"{path}: its config"))
     needed = {name: tuple(weight.shape) for name, weight in net.named_parameters()}
     if net.config.experts:
+        if any(name.endswith(".mlp.bias") for name in source.tensors):
+            raise UserError(
+                f"{path} was trained with --balance-bias: Hugging Face folders of mixtures of experts "
+                "do not hold the router's bias, and without it the model is another one"
+            )
         source = Source(*from_files(*source, needed))
     tied = net.config.tie_word_embeddings
     if (
