@@ -66,7 +66,7 @@ class Balance:
             for mixture in self.mixtures:
                 mixture.add_bias()
         net.balance = self
-        experts = net.config.experts.num_experts
+        experts = self.mixtures[0].gate.out_features
         self.step_counts = torch.zeros(len(self.mixtures), experts, dtype=torch.long, device=device)
         self.counted_ahead: Tensor | None = None
 
@@ -102,7 +102,7 @@ class Balance:
         # of all ranks and micro-batches
         counts = over_ranks(counts) if self.counted_ahead is None else self.counted_ahead
         choices = counts.sum(dim=0)  # of all layers, [experts]
-        k = self.net.config.experts.num_experts_per_tok
+        k = self.mixtures[0].experts_per_token
         frequency = choices * k / choices.sum()  # f: the sum over experts is k
         probability = torch.stack([mixture.mean_probability for mixture in self.mixtures])
         experts = len(choices)

@@ -1,10 +1,10 @@
 """How experts lie in weight files: a matrix per expert, or a stack of all experts.
 
-    model       layers.0.mlp.experts.gate_up_proj              [experts, 2 * intermediate, hidden]
+    model       layers.0.mlp.experts.gate_proj                 [experts, intermediate, hidden]
     files on the hub
       Qwen3     layers.0.mlp.experts.7.gate_proj.weight        [intermediate, hidden]
-                layers.0.mlp.experts.7.up_proj.weight
       Mixtral   layers.0.block_sparse_moe.experts.7.w1.weight  (gate), w3 (up), w2 (down)
+    stacks      layers.0.mlp.experts.gate_up_proj              [experts, 2 * intermediate, hidden]
 
 Folders are written as on the hub. Files with stacks, which transformers 5 can write, are read, too.
 """
@@ -13,29 +13,21 @@ from collections.abc import Callable, Container
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lm.shapes import Config
 
-STACKS = {  # the matrices of an expert in each stack, from the first row to the last
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class StoredPart(NamedTuple):
-    """A tensor of a weight file, and where it lies in a parameter of the model."""
+    """A tensor of a weight file, and which part of a parameter it has."""
 
     name: str
     shape: tuple[int, ...]
-    expert: int | None = None  # its index in a stack
-    first_row: int = 0  # in the parameter, or in the matrix of an expert
-
-
-def is_mixtral(config: Config) -> bool:
-    """Return whether a model with experts is written as a Mixtral. Otherwise it is a Qwen3."""
-    return config.experts is not None and not config.qk_norm
+    expert: int | None = None  # it is the matrix of this expert; None: it has all of the parameter
+    first_row: int = 0  # of the parameter, in a stack of two projections
 
 
 def stored_parts(
@@ -46,33 +38,33 @@ def stored_parts(
     Args:
         name: The parameter.
         shape: Its shape.
-        stored: The names in the files. They decide which of the names above are used. Without
-            files, experts have the names of Qwen3, or with `mixtral` those of Mixtral.
+        stored: The names in the files, which decide between the layouts above. Without files,
+            experts have the names of Qwen3, or with `mixtral` those of Mixtral.
     """
-    layer, is_mlp, inner = name.partition(".mlp.")
+    layer, _, inner = name.partition(".mlp.")
     router = f"{layer}.block_sparse_moe.gate.weight"
     mixtral = mixtral or router in stored
-    if is_mlp and inner == "gate.weight" and mixtral:
+    if inner == "gate.weight" and mixtral:
         return [StoredPart(router, tuple(shape))]
-    if not inner.startswith("experts.") or name in stored:
+    if not inner.startswith("experts."):
         return [StoredPart(name, tuple(shape))]
 
-    projections = STACKS[inner.removeprefix("experts.")]
+    projection = inner.removeprefix("experts.")
     experts, rows, columns = shape
-    rows //= len(projections)
-    folder = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    stack = f"{layer}.mlp.experts.gate_up_proj"
+    if stack in stored:
+        if projection == "down_proj":
+            return [StoredPart(name, tuple(shape))]
+        first_row = rows if projection == "up_proj" else 0
+        return [StoredPart(stack, (experts, 2 * rows, columns), first_row=first_row)]
+
+    folder = f"{layer}.mlp.experts"
+    if mixtral:
+        folder = f"{layer}.block_sparse_moe.experts"
+        projection = MIXTRAL[projection]
     parts = []
     for expert in range(experts):
-        for number, projection in enumerate(projections):
-            stored_name = MIXTRAL[projection] if mixtral else projection
-            parts.append(
-                StoredPart(
-                    f"{folder}.experts.{expert}.{stored_name}.weight",
-                    (rows, columns),
-                    expert,
-                    number * rows,
-                )
-            )
+        parts.append(StoredPart(f"{folder}.{expert}.{projection}.weight", (rows, columns), expert))
     return parts
 
 
@@ -87,25 +79,20 @@ def in_files(
             that are returned are read in their order.
         config: The shape of the model.
     """
-    parts_by_name = {}
+    mixtral = config.experts is not None and not config.qk_norm
+    stored = {}
+    places = {}
     for name, tensor in tensors.items():
-        for part in stored_parts(name, tensor.shape, mixtral=is_mixtral(config)):
-            parts_by_name[part.name] = (name, part)
-
-    def cut(tensor: Tensor, part: StoredPart) -> Tensor:
-        if part.expert is None:
-            return tensor
-        return tensor[part.expert, part.first_row : part.first_row + part.shape[0]]
-
-    read = lru_cache(maxsize=1)(read)
+        for part in stored_parts(name, tensor.shape, mixtral=mixtral):
+            stored[part.name] = tensor if part.expert is None else tensor[part.expert]
+            places[part.name] = (name, part.expert)
+    read_once = lru_cache(maxsize=1)(read)
 
     def read_part(stored_name: str) -> Tensor:
-        name, part = parts_by_name[stored_name]
-        return cut(read(name), part)
+        name, expert = places[stored_name]
+        tensor = read_once(name)
+        return tensor if expert is None else tensor[expert]
 
-    stored = {}
-    for stored_name, (name, part) in parts_by_name.items():
-        stored[stored_name] = cut(tensors[name], part)
     return stored, read_part
 
 
@@ -117,31 +104,30 @@ def from_files(
     Args:
         tensors: The tensors by the names in the files, on the meta device.
         read: Returns the tensor of such a name.
-        needed: The shape of each tensor of the model. What the files lack is left out; what is in
-            the files only keeps its name.
+        needed: The shape of each tensor of the model. What the files lack is left out. What only
+            the files have keeps its name.
     """
-    parts_by_name = {}
-    remaining = dict(tensors)
+    parts_of = {}
+    rest = dict(tensors)
     for name, shape in needed.items():
         parts = stored_parts(name, shape, tensors)
         if all(part.name in tensors for part in parts):
-            parts_by_name[name] = parts
+            parts_of[name] = parts
             for part in parts:
-                remaining.pop(part.name)
+                rest.pop(part.name, None)
 
     def join(name: str, get: Callable[[str], Tensor]) -> Tensor:
-        parts = parts_by_name[name]
-        if parts[0].expert is None:
-            return get(parts[0].name)
-        first = get(parts[0].name)
-        stack = first.new_empty(needed[name])
-        for part in parts:
-            rows = slice(part.first_row, part.first_row + part.shape[0])
-            stack[part.expert, rows] = get(part.name)
-        return stack
+        parts = parts_of[name]
+        if parts[0].expert is not None:
+            return torch.stack([get(part.name) for part in parts])
+        tensor = get(parts[0].name)
+        if tensor.ndim == 3:  # perhaps a stack of two projections
+            first_row = parts[0].first_row
+            tensor = tensor[:, first_row : first_row + needed[name][1]]
+        return tensor
 
     def read_tensor(name: str) -> Tensor:
-        return join(name, read) if name in parts_by_name else read(name)
+        return join(name, read) if name in parts_of else read(name)
 
-    found = {name: join(name, tensors.__getitem__) for name in parts_by_name}
-    return {**found, **remaining}, read_tensor
+    found = {name: join(name, tensors.__getitem__) for name in parts_of}
+    return {**found, **rest}, read_tensor

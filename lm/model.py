@@ -170,9 +170,11 @@ class Block(nn.Module):
 
     def __init__(self, c: Config, layer: int) -> None:
         super().__init__()
-        has_experts = c.experts is not None and layer not in c.experts.dense_layers
         self.self_attn = Attention(c)
-        self.mlp = Mixture(c) if has_experts else MLP(c)
+        if c.experts is None or layer in c.experts.dense_layers:
+            self.mlp = MLP(c)
+        else:
+            self.mlp = Mixture(c.hidden_size, c.experts)
         self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 

@@ -1,10 +1,10 @@
 """A mixture of experts in place of a block's MLP: the arithmetic of Qwen3-MoE and Mixtral.
 
     Mixture     a router chooses k experts for each token, and adds up their outputs
-      Experts   the MLPs of all experts, as two stacks of matrices
+      Experts   the MLPs of all experts, as three stacks of matrices
 
-A mixture has the weights of all its experts, and a token passes k of them. Names and arithmetic
-match Hugging Face transformers, with one exception: the router computes in fp32.
+A mixture has the weights of all its experts, and a token passes k of them. The arithmetic is that
+of Hugging Face transformers, with one exception: the router computes in fp32.
 08_model_parallel/expert_parallel.py explains a mixture of experts step by step.
 """
 
@@ -12,18 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.shapes import Config
+from common.runtime import local_shard
+from lm.shapes import ExpertConfig
 
 
 class Mixture(nn.Module):
     """A router, and the experts that it chooses from."""
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, hidden: int, c: ExpertConfig) -> None:
         super().__init__()
-        self.experts_per_token = c.experts.num_experts_per_tok
-        self.divide_by_sum = c.experts.norm_topk_prob
-        self.gate = nn.Linear(c.hidden_size, c.experts.num_experts, bias=False)
-        self.experts = Experts(c)
+        self.experts_per_token = c.num_experts_per_tok
+        self.divide_by_sum = c.norm_topk_prob
+        self.gate = nn.Linear(hidden, c.num_experts, bias=False)
+        self.experts = Experts(hidden, c)
         self.bias: Tensor | None
         self.register_buffer("bias", None)  # see lm/balance.py
 
@@ -66,13 +67,13 @@ class Mixture(nn.Module):
 class Experts(nn.Module):
     """The MLPs of all experts. Each weight is a stack with one matrix per expert."""
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, hidden: int, c: ExpertConfig) -> None:
         super().__init__()
-        experts = c.experts.num_experts
-        intermediate = c.experts.moe_intermediate_size
-        # The rows of an expert's gate_proj, and then those of its up_proj.
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, c.hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(experts, c.hidden_size, intermediate))
+        experts = c.num_experts
+        intermediate = c.moe_intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
+        self.up_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [rows, hidden] for rows of this shape, which are ordered by expert.
@@ -80,8 +81,8 @@ class Experts(nn.Module):
         counts, [experts], are the rows of each expert. An expert without rows takes part: its
         gradient is 0, not None.
         """
-        gate, up = multiply(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
-        return multiply(F.silu(gate) * up, self.down_proj, counts)
+        gate = F.silu(multiply(rows, self.gate_proj, counts))  # [rows, intermediate]
+        return multiply(gate * multiply(rows, self.up_proj, counts), self.down_proj, counts)
 
 
 def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
@@ -90,6 +91,7 @@ def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     rows, [rows, inputs], are ordered by expert, and counts says how many each has. stack is
     [experts, outputs, inputs].
     """
+    stack = local_shard(stack)  # in tensor parallelism, each expert is sharded by its channels
     stack = stack.to(rows.dtype)  # autocast does not know grouped_mm
     # torch compiles and traces grouped_mm in bf16 only.
     if rows.dtype == torch.bfloat16:

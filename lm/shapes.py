@@ -50,7 +50,7 @@ QWEN_DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-FAMILY_DEFAULTS = {
+FAMILY_DEFAULTS: dict[str, dict] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
         "max_position_embeddings": 131_072,
@@ -102,7 +102,7 @@ ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertConfig:
     """The mixtures of experts of a model, with the names of a config.json of Qwen3-MoE."""
 
     num_experts: int
@@ -132,7 +132,7 @@ class Config:
     tie_word_embeddings: bool = False  # the input embedding is also the output matrix
     qkv_bias: bool = False  # as in Qwen2
     qk_norm: bool = False  # as in Qwen3: normalize each head's query and key
-    experts: Experts | None = None  # in place of the MLPs
+    experts: ExpertConfig | None = None  # in place of the MLPs
 
     def __repr__(self) -> str:
         """Return the fields. Those that came after version 0.3.0 are left out at their default.
@@ -234,7 +234,7 @@ SIZES = {
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         qk_norm=True,
-        experts=Experts(
+        experts=ExpertConfig(
             num_experts=8, num_experts_per_tok=2, moe_intermediate_size=176, norm_topk_prob=True
         ),
     ),
@@ -261,7 +261,7 @@ SIZES = {
         rope_theta=1_000_000.0,
         rms_norm_eps=1e-6,
         qk_norm=True,
-        experts=Experts(
+        experts=ExpertConfig(
             num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True
         ),
     ),
@@ -565,7 +565,7 @@ def _make_config(given: dict, rope: dict, model_type: str, where: str) -> Config
     return Config(**{name: values[name] for name in names})
 
 
-def _experts(given: dict, model_type: str, where: str) -> Experts:
+def _experts(given: dict, model_type: str, where: str) -> ExpertConfig:
     """Return what a config.json says about its mixtures of experts."""
     # transformers 5 writes num_local_experts, Qwen's files on the hub have num_experts
     number = given.get("num_local_experts", given["num_experts"])
@@ -583,7 +583,7 @@ def _experts(given: dict, model_type: str, where: str) -> Experts:
                 dense_layers.append(layer)
     weight = given["router_aux_loss_coef"] if given.get("output_router_logits") else 0.0
     norm = given["norm_topk_prob"] or model_type == "mixtral"
-    return Experts(number, chosen, size, norm, tuple(dense_layers), weight)
+    return ExpertConfig(number, chosen, size, norm, tuple(dense_layers), weight)
 
 
 def config_json(config: Config) -> dict:
@@ -619,9 +619,9 @@ def config_json(config: Config) -> dict:
     return content
 
 
-def _experts_json(experts: Experts, family: str) -> dict:
+def _experts_json(experts: ExpertConfig, family: str) -> dict:
     """Return the keys of a config.json that describe mixtures of experts."""
-    content = {
+    content: dict = {
         "num_experts_per_tok": experts.num_experts_per_tok,
         "router_aux_loss_coef": experts.balance_weight,
         "output_router_logits": experts.balance_weight > 0,

@@ -221,22 +221,19 @@ def fill(
     """
     local, held = local_part(parameter)
     for part in parts:
-        # A stack has an index in front, the number of the expert.
-        target, slices = local, held
-        if part.expert is not None:
-            expert, *slices = held
-            if part.expert not in range(expert.start, expert.stop):
+        target = local
+        slices = held
+        if part.expert is not None:  # the matrix of an expert
+            if part.expert not in range(held[0].start, held[0].stop):
                 continue
-            target = local[part.expert - expert.start]
-        # The rows of the parameter that this rank holds, and the stored tensor has.
-        rows, *columns = slices
-        first = max(rows.start, part.first_row)
-        last = min(rows.stop, part.first_row + part.shape[0])
-        if first >= last:
-            continue
-        stored_rows = slice(first - part.first_row, last - part.first_row)
-        numbers = read(part.name, part.shape, (stored_rows, *columns))
-        target[first - rows.start : last - rows.start].copy_(numbers)
+            target = local[part.expert - held[0].start]
+            slices = held[1:]
+        elif part.first_row > 0:  # in a stack of two projections
+            experts, rows, columns = held
+            rows = slice(rows.start + part.first_row, rows.stop + part.first_row)
+            slices = (experts, rows, columns)
+        if target.numel() > 0:  # a rank may hold no rows of a small matrix
+            target.copy_(read(part.name, part.shape, slices))
 
 
 def random_weight(
