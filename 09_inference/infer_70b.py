@@ -88,7 +88,7 @@ def shard_model(net: model.Transformer, ranks: int, device_type: str) -> None:
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))
     mixtures = [block.mlp for block in net.model.layers.values() if isinstance(block.mlp, Mixture)]
     if len(mixtures) == len(net.model.layers):  # no layer has an MLP
-        plan = {name: style for name, style in plan.items() if ".mlp." not in name}
+        del plan["model.layers.*.mlp.[gu]*_proj"], plan["model.layers.*.mlp.down_proj"]
     parallelize_module(net, mesh, plan, src_data_rank=None)
     net.tie_weights()  # parallelize_module has made two parameters of one
     for mixture in mixtures:
