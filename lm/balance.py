@@ -129,7 +129,7 @@ class Balance:
 def callbacks(
     args: Namespace, net: Transformer, batches: Batches, device: torch.device
 ) -> dict[str, Callable]:
-    """Balance the experts of a model as the flags say. Return the callbacks of TrainingObjects.
+    """Return the callbacks of TrainingObjects that balance the experts as the flags say.
 
     They are {} for a model without experts. Raise UserError if it is given one of the flags. The
     weight that is not given becomes that of the model's folder.
