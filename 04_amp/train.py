@@ -46,7 +46,7 @@ def load_training_objects(args, rank, world_size, device):
     05_ddp/own_images.py and 05_ddp/own_gpt2.py.
     """
     # YOURS: these modules are for the language model only.
-    from lm import data, shapes, weights
+    from lm import balance, data, shapes, weights
     from lm.activation_checkpointing import checkpoint_blocks
     from lm.loss import use_loss
     from lm.sample import sample_text
@@ -56,22 +56,26 @@ def load_training_objects(args, rank, world_size, device):
     weights.check_model(args.model, device, copies=1)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
-    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len, experts=True)
     model = weights.build(args.model, config, seed=args.seed, device=device)
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     use_loss(model, args.loss)  # plain, or chunk by chunk
+    batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
+    experts = balance.callbacks(args, model, batches, device)  # of a mixture of experts
     return TrainingObjects(
         model=model,
         name=args.model,
-        batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
+        batches=batches,
         must_match={
             "data": corpus.sha256,
             "model": repr(config),
             "weights of --model": weights.fingerprint(args.model),
+            **balance.setting(args),
         },
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
         sample=partial(sample_text, model, corpus, seq_len=args.seq_len, device=device),
+        **experts,
     )
 
 
@@ -148,6 +152,8 @@ def main() -> int:
     steps = range(start_step + 1, args.steps + 1)
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         runtime.seed_step(args.seed, step)  # dropout draws the same numbers after a resume
+        if objects.start_step:
+            objects.start_step(step, autocast)
         step_loss = torch.zeros((), device=device)
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data
@@ -166,6 +172,7 @@ def main() -> int:
         if scale >= previous_scale:  # a lower scale means that the step was skipped
             scheduler.step()
         optimizer.zero_grad()
+        values = objects.end_step() if objects.end_step else {}
 
         # Log, evaluate and save.
         stop = runtime.stop_requested()
@@ -173,7 +180,7 @@ def main() -> int:
         save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             skipped_steps = step - scheduler.last_epoch  # last_epoch counts scheduler.step()
-            meter.log(step, step_loss, grad_norm, lr, skipped_steps, scale)
+            meter.log(step, step_loss, grad_norm, lr, skipped_steps, scale, **values)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             val_loss = evaluate(model, held_out, autocast, device)
             with autocast():

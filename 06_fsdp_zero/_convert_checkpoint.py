@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from common import cli
 from common.exits import UserError
 from lm import encoder, model, runs, shapes, token_folder
+from lm.expert_files import from_files
 from lm.hf_folder import copy_tokenizer, keep_generation_config, special_ids
 from lm.tokenizer import has_tokenizer, open_tokenizer, tokenizer_in_errors
 from lm.weight_files import EMBEDDING, HEAD, untied
@@ -378,6 +379,13 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
     with torch.device("meta"):
         net = model.Transformer(shapes.parse_config(config, f"{path}: its config"))
     needed = {name: tuple(weight.shape) for name, weight in net.named_parameters()}
+    if net.config.experts:
+        if any(name.endswith(".mlp.bias") for name in source.tensors):
+            raise UserError(
+                f"{path} was trained with --balance-bias: Hugging Face folders of this family do "
+                "not hold the router's bias, and without it the model is another one"
+            )
+        source = Source(*from_files(*source, needed))
     tied = net.config.tie_word_embeddings
     if (
         tied

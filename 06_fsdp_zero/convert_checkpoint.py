@@ -64,6 +64,7 @@ from torch import Tensor
 from common import cli, files, lesson, report, runtime
 from common.exits import UserError
 from lm import runs, shapes
+from lm.expert_files import in_files
 from lm.hf_folder import write_weights
 from lm.weight_files import StoredWeights
 from lm.weights import build
@@ -173,6 +174,9 @@ def run(
         tokenizer = find_tokenizer(given_tokenizer, named, path, config)
         set_special_ids(config, named, path, tokenizer)
     source, tied = fit(without_prefixes(open_checkpoint(kind, path), path), config, path)
+    shape = shapes.parse_config(config, str(path))
+    if to == "hf" and shape.experts:
+        source = Source(*in_files(*source, shape))
     tensors = source.tensors
     hashes = {}
     if tied and to != "hf":

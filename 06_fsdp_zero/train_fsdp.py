@@ -57,7 +57,7 @@ def load_training_objects(args, rank, world_size, device):
     training/training_objects.py says what the model and the batches must do.
     """
     # YOURS: these modules are for the language model only.
-    from lm import data, shapes, weights
+    from lm import balance, data, shapes, weights
     from lm.activation_checkpointing import checkpoint_blocks
     from lm.loss import use_loss
     from lm.sample import sample_text
@@ -68,22 +68,26 @@ def load_training_objects(args, rank, world_size, device):
     weights.check_model(args.model, held_on, copies=args.replicate)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
-    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len, experts=True)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     checkpoint_blocks(model, args.checkpointing)  # backward recomputes activations
     use_loss(model, args.loss)  # plain, or chunk by chunk
+    batches = Batches(train_set, held_out_set, args, rank=rank, world_size=world_size)
+    experts = balance.callbacks(args, model, batches, device)  # of a mixture of experts
     return TrainingObjects(
         model=model,
         name=args.model,
-        batches=Batches(train_set, held_out_set, args, rank=rank, world_size=world_size),
+        batches=batches,
         must_match={
             "data": corpus.sha256,
             "model": repr(config),
             "weights of --model": weights.fingerprint(args.model),
+            **balance.setting(args),
         },
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
         sample=partial(sample_text, model, corpus, seq_len=args.seq_len, device=device),
+        **experts,
     )
 
 
@@ -220,6 +224,8 @@ def main() -> int:
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
         runtime.seed_step(args.seed, step, rank)
+        if objects.start_step:
+            objects.start_step(step)
         step_loss = torch.zeros((), device=device)
         for micro_step in range(1, batches.accumulation_steps + 1):
             inputs, targets = meter.next(stream)  # on the device; measures the wait for data
@@ -237,6 +243,7 @@ def main() -> int:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        values = objects.end_step() if objects.end_step else {}
 
         # Log, evaluate and save. All three contain collectives, so every rank must take part.
         stop = runtime.stop_requested()  # the same on all ranks
@@ -244,7 +251,7 @@ def main() -> int:
         save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
-            meter.log(step, step_loss / world_size, grad_norm, lr)
+            meter.log(step, step_loss / world_size, grad_norm, lr, **values)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             val_loss = evaluate(model, held_out, device)
             sample = objects.sample() if objects.sample else None

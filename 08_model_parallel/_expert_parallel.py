@@ -19,6 +19,7 @@ from lm.weights import load_config
 
 LAST_STEPS = 3  # of a run: they alone count for the busiest expert and rank
 TOLERANCE = 1e-5  # relative; what another order of the same sums in fp32 may change
+BF16_TOLERANCE = 2**-7  # two roundings of a number with 8 bits
 COLUMNS = {
     "variant": "variant",
     "busiest_expert_ratio": "busiest expert / mean",
@@ -90,14 +91,15 @@ def use_choices_of_ranks(one_process: nn.Module, net: nn.Module) -> None:
     choices_of_ranks = runtime.all_gather(my_choices)
     for layer, mixture in enumerate(mixtures(one_process)):
         choices = torch.cat([choices[layer] for choices in choices_of_ranks])  # [tokens, k]
-        mixture.choose = partial(confirm_choices, mixture.k, choices)
+        mixture.choose = partial(confirm_choices, mixture, choices)
 
 
-def confirm_choices(k: int, choices: Tensor, probabilities: Tensor) -> Tensor:
+def confirm_choices(mixture: nn.Module, choices: Tensor, probabilities: Tensor) -> Tensor:
     """Return these choices, [tokens, k], if no others are better by more than rounding."""
     choices = choices.to(probabilities.device)
-    best = probabilities.topk(k).values
-    chosen = probabilities.gather(-1, choices)
+    scores = probabilities + mixture.bias
+    best = scores.topk(mixture.k).values
+    chosen = scores.gather(-1, choices)
     assert torch.allclose(chosen, best, rtol=TOLERANCE, atol=0), (
         "the ranks' choices are not the best on one process"
     )
@@ -151,6 +153,22 @@ def changed_in_bf16(make_mixture: Callable, device: torch.device) -> list[dict]:
         print(f"\n{tokens_count:,} tokens of a bf16 model: the share that gets other experts\n")
         lesson.print_rows(rows, BF16_COLUMNS)
     return rows
+
+
+@torch.no_grad()
+def check_grouped(experts: nn.Module) -> str:
+    """Assert that the grouped matmuls give what the loop does, in bf16. Return the line for it."""
+    generator = torch.Generator().manual_seed(0)
+    for stack in experts.parameters():
+        stack.copy_(0.02 * torch.randn(stack.shape, generator=generator))
+    experts.to(torch.bfloat16)
+    number, _, hidden = experts.gate_proj.shape
+    counts = list(range(number))  # the first expert gets no row
+    rows = torch.randn(sum(counts), hidden, generator=generator).to(experts.gate_proj)
+    grouped = experts.forward_grouped(rows, counts)
+    error = relative_error([grouped.float()], [experts(rows, counts).float()])
+    assert error < BF16_TOLERANCE, f"grouped matmuls differ from the loop by {error:.1e}"
+    return "grouped_mm gives the rows of the loop over experts, up to the rounding of bf16"
 
 
 # --- comparisons

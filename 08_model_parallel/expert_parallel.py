@@ -27,8 +27,8 @@ Everything is in fp32, to compare with one process, but for one table: the token
 experts if the router is in bf16. Comments say how a tensor lies over the ranks:
 replicate (all hold the same), shard (each holds its own part), partial (each holds a summand).
 
-What to look at: the busiest expert with and without the balance loss; how many rows a capacity
-drops; the bytes sent, which follow from the router's choices.
+What to look at: the busiest expert without a remedy, with the balance loss, and with a bias; how
+many rows a capacity drops; the bytes sent, which follow from the router's choices.
 
 On GPUs the default model is wide, with 256 tokens per sequence. Expected on 8 H100s from the data
 sheet (67 TFLOP/s in fp32, NVLink 450 GB/s): the arithmetic of a step takes a rank at least 4.0 ms,
@@ -100,6 +100,18 @@ class Experts(nn.Module):
             outputs.append(mlp(x, *matrices))
         return torch.cat(outputs)
 
+    def forward_grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Do as forward, with three kernels in place of three per expert. All is in bf16.
+
+        With the experts of a real model the loop would mostly launch kernels. lm/moe.py, which
+        train_fsdp.py trains, has these lines.
+        """
+        ends = torch.tensor(counts, device=rows.device).cumsum(0).int()  # last row + 1, [experts]
+        # grouped_mm multiplies rows up to ends[0] by matrix 0, rows up to ends[1] by matrix 1, ...
+        gate = F.silu(F.grouped_mm(rows, self.gate_proj.mT, offs=ends))  # [rows, intermediate]
+        up = F.grouped_mm(rows, self.up_proj.mT, offs=ends)
+        return F.grouped_mm(gate * up, self.down_proj.mT, offs=ends)
+
 
 def mlp(x: Tensor, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor) -> Tensor:
     """Compute one expert, as model.MLP does: [rows, hidden] in and out."""
@@ -126,6 +138,7 @@ class Mixture(nn.Module):
         self.k = k
         self.capacity_factor = capacity_factor
         self.router = nn.Linear(config.hidden_size, experts, bias=False)
+        self.register_buffer("bias", torch.zeros(experts), persistent=False)
         self.experts = Experts(experts, config)
 
     def route(self, tokens: Tensor) -> Routing:
@@ -144,8 +157,11 @@ class Mixture(nn.Module):
         return Routing(probabilities, choices, weights, counts)
 
     def choose(self, probabilities: Tensor) -> Tensor:
-        """Return the k most probable experts of each token, [tokens, k]."""
-        return probabilities.topk(self.k).indices
+        """Return the experts of each token, [tokens, k]: with a bias of 0 the most probable ones.
+
+        The bias steers the choice only. The weights of the outputs do not have it.
+        """
+        return (probabilities + self.bias).topk(self.k).indices
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, length, hidden] in and out
         tokens = x.flatten(0, 1)  # [tokens, hidden]
@@ -418,11 +434,12 @@ def update(net: nn.Module, optimizer: torch.optim.Optimizer, norm: Tensor) -> No
 
 # --- 5. the comparison
 
-# The weight of the balance loss, and whether experts have a capacity.
+# The weight of the balance loss, the step of the bias, and whether experts have a capacity.
 VARIANTS = {
-    "no balance loss": (0.0, False),
-    "balance loss": (0.01, False),
-    "balance loss, capacity": (0.01, True),
+    "neither": (0.0, 0.0, False),
+    "balance loss": (0.01, 0.0, False),
+    "bias": (0.0, 0.01, False),
+    "balance loss, capacity": (0.01, 0.0, True),
 }
 
 
@@ -442,7 +459,19 @@ def build(
             block.mlp = kind(config_of_expert, args.experts, args.top_k, capacity_factor)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
+    for mixture in mixtures(net):
+        mixture.bias.zero_()
     return net
+
+
+def move_biases(net: nn.Module, chosen: Tensor, rate: float) -> None:
+    """Lower the bias of each expert that was busier than the mean, and raise that of the others.
+
+    chosen is [layers, experts]: how many tokens of all ranks chose each expert in this step. The
+    loss has no part in this. Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing.
+    """
+    for mixture, counts in zip(mixtures(net), chosen.float(), strict=True):
+        mixture.bias += rate * torch.sign(counts.mean() - counts).to(mixture.bias.device)
 
 
 def run(
@@ -456,7 +485,7 @@ def run(
 
     One process has all experts and all tokens. Every rank must call this.
     """
-    balance_weight, has_capacity = VARIANTS[variant]
+    balance_weight, bias_rate, has_capacity = VARIANTS[variant]
     capacity_factor = args.capacity_factor if has_capacity else None
     one_process = build(Mixture, config, args, capacity_factor, device)
     by_hand = build(ParallelMixture, config, args, capacity_factor, device)
@@ -496,6 +525,8 @@ def run(
         update(by_hand, optimizers[1], norm)
         update(by_torch, optimizers[2], torch_norm)
         helper.compare_weights(step, one_process, by_hand, by_torch)
+        for net in (one_process, by_hand, by_torch):
+            move_biases(net, step.chosen, bias_rate)
         steps.append(step)
     parameters = sum(parameter.numel() for parameter in one_process.parameters())
     return {"variant": variant, "parameters": parameters, **helper.summarize(steps, traffic)}
@@ -527,10 +558,12 @@ def main() -> int:
     batches = list(zip(inputs.split(size), targets.split(size), strict=True))
     rows = [run(variant, config, batches, args, device) for variant in VARIANTS]
     bf16_rows = helper.changed_in_bf16(Mixture, device)
+    checked = helper.check(rows, config, args)
+    checked.append(helper.check_grouped(Experts(args.experts, config).to(device)))
     lesson.end(
         rows,
         columns=helper.COLUMNS,
-        checked=helper.check(rows, config, args),
+        checked=checked,
         args=args,
         device=device,
         dtype="fp32",

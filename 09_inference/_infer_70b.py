@@ -15,6 +15,7 @@ from common import cli, exits, report, runtime
 from common.report import table
 from common.runtime import DTYPES
 from lm import model, shapes
+from lm.moe import Mixture
 from lm.weights import build
 from planner import inference
 from planner.shape import from_config
@@ -55,12 +56,19 @@ def printer(text: Text) -> Callable[[list[int | None]], None]:
 # --- bytes
 
 
-def bytes_read_per_step(net: nn.Module) -> int:
-    """Return the bytes of the weights that a decode step reads in full on this rank.
+def bytes_read_per_step(net: nn.Module, texts: int) -> int:
+    """Return the bytes of the weights that a decode step of so many texts reads on this rank.
 
-    These are all, except an embedding that is not also the head: a step reads one row of it.
+    These are all, except an embedding that is not also the head, of which a step reads one row, and
+    except experts that no text chooses: each chooses others here, as far as there are enough.
     """
     size = runtime.held_bytes(net.parameters())
+    for module in net.modules():
+        if isinstance(module, Mixture):
+            experts = module.gate.out_features
+            read = min(experts, texts * module.experts_per_token)
+            held = runtime.held_bytes(module.experts.parameters())
+            size -= held * (experts - read) // experts
     if not net.config.tie_word_embeddings:
         size -= runtime.local_shard(net.model.embed_tokens.weight).nbytes
     return size
@@ -111,6 +119,8 @@ def undivided(config: shapes.Config, ranks: int) -> list[str]:
         "key-value heads": config.num_key_value_heads,
         "MLP channels": config.intermediate_size,
     }
+    if config.experts:
+        sizes["channels of an expert"] = config.experts.moe_intermediate_size
     return [f"{size} {name}" for name, size in sizes.items() if size % ranks != 0]
 
 

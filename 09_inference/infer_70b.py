@@ -41,9 +41,10 @@ import _infer_70b as helper
 import torch
 import torch.distributed as dist
 from _prompts import Text, check_tokens, choose_dtype, parser, say_if_random
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from common import cli, lesson, runtime
@@ -59,6 +60,7 @@ from lm.generate import (
     speed,
     steps_of,
 )
+from lm.moe import Mixture
 
 # --- 1. the shards
 
@@ -84,8 +86,30 @@ def shard_model(net: model.Transformer, ranks: int, device_type: str) -> None:
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))
+    mixtures = [block.mlp for block in net.model.layers.values() if isinstance(block.mlp, Mixture)]
+    if len(mixtures) == len(net.model.layers):  # no layer has an MLP
+        del plan["model.layers.*.mlp.[gu]*_proj"], plan["model.layers.*.mlp.down_proj"]
     parallelize_module(net, mesh, plan, src_data_rank=None)
     net.tie_weights()  # parallelize_module has made two parameters of one
+    for mixture in mixtures:
+        shard_experts(mixture, mesh)
+
+
+def shard_experts(mixture: Mixture, mesh: DeviceMesh) -> None:
+    """Shard each expert of a mixture as an MLP: a rank has some channels of all experts.
+
+    So every rank has a part of the experts that a token chooses. The router is on all ranks.
+    """
+    channels = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}  # the dimension of each stack
+    for name, dimension in channels.items():
+        stack = mixture.experts.get_parameter(name)
+        shard = distribute_tensor(stack.detach(), mesh, [Shard(dimension)], src_data_rank=None)
+        mixture.experts.register_parameter(name, nn.Parameter(shard))
+
+    def add_up(_module, _inputs, partial_sums: Tensor) -> Tensor:
+        return all_reduce(partial_sums, "sum", mesh)
+
+    mixture.register_forward_hook(add_up)
 
 
 def load_model(args, config: shapes.Config, device: torch.device) -> model.Transformer:
@@ -258,7 +282,7 @@ def run(
 
 def main() -> int:
     args = read_flags()
-    config = weights.read_config(args.model)
+    config = weights.read_config(args.model, experts=True)
     ranks = helper.check_layout(args, config)
     text = Text(args, config)
     cache_tokens = len(text.prompts) * text.length
@@ -277,7 +301,7 @@ def main() -> int:
     row |= speed(
         result,
         device,
-        weight_bytes=helper.bytes_read_per_step(net),
+        weight_bytes=helper.bytes_read_per_step(net, len(text.prompts)),
         bytes_per_slot=row["cache_bytes"] / cache_tokens,
     )
     planned = f"rank 0 holds the {row['weight_bytes']:,} bytes of weights that were planned"

@@ -102,6 +102,8 @@ def selective_contexts(last_matmul: tuple[int, ...], attention: set[str]) -> tup
         is_matmul = name in ("aten::mm", "aten::addmm")  # addmm is a matmul with a bias
         if is_matmul and args[-1].shape != last_matmul:
             return CheckpointPolicy.MUST_SAVE
+        if name == "aten::_grouped_mm":  # of experts; backward reads the last one, too
+            return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -1,8 +1,9 @@
-"""A decoder-only transformer: the architecture of Llama, Mistral, Qwen2 and Qwen3.
+"""A decoder-only transformer: the architecture of Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
     Transformer      Decoder, then a linear head to logits
       Decoder        embedding, Blocks, final norm
-        Block        Attention and MLP, each after an RMSNorm and inside a residual connection
+        Block        Attention and MLP, each after an RMSNorm and inside a residual connection.
+                     In a mixture of experts, lm/moe.py has what is in place of the MLP
 
 Parameter names and arithmetic match Hugging Face transformers, so that checkpoints load in either
 without conversion. In the shapes below, `heads` are query heads and `kv_heads` are key and value
@@ -14,12 +15,13 @@ Three details serve chapters 06 to 09. Parts of the model may be None (pipeline 
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.moe import Mixture
 from lm.shapes import Config
 
 
@@ -53,6 +55,7 @@ class Transformer(nn.Module):
         self.config = c
         self.model = Decoder(c)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.balance: Any = None  # of a mixture of experts in training: see lm/balance.py
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -85,7 +88,10 @@ class Transformer(nn.Module):
             return hidden
         if targets is None:
             return self.lm_head(hidden)
-        return self.loss(hidden, targets, reduction)
+        loss = self.loss(hidden, targets, reduction)
+        if self.balance is not None and torch.is_grad_enabled():
+            loss = loss + self.balance.loss()
+        return loss
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Return the cross-entropy in nats over targets other than -100, as a "mean" or a "sum".
@@ -111,7 +117,7 @@ class Decoder(nn.Module):
         self.config = c
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         # A dict, not a list: layer 7 keeps its name in a stage that has only some layers.
-        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.num_hidden_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(c, i) for i in range(c.num_hidden_layers)})
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self._fill_rope_tables()
 
@@ -169,10 +175,13 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then the MLP, each after a norm and inside a residual connection."""
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, c: Config, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(c)
-        self.mlp = MLP(c)
+        if c.experts is None or layer in c.experts.dense_layers:
+            self.mlp = MLP(c)
+        else:
+            self.mlp = Mixture(c.hidden_size, c.experts)
         self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 

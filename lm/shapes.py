@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.cli import did_you_mean
@@ -31,8 +31,11 @@ NOT_READ = {
     "mistral": ("attention_bias", "mlp_bias"),
     "qwen2": ("attention_bias", "mlp_bias"),
     "qwen3": ("mlp_bias",),
+    "qwen3_moe": ("mlp_bias",),
+    "mixtral": ("attention_bias", "mlp_bias"),
 }
 MODEL_TYPES = tuple(NOT_READ)
+MIXTURES = ("qwen3_moe", "mixtral")  # the families with mixtures of experts
 # What transformers takes where a config.json lacks a key: in all families, and in each.
 DEFAULTS = {
     **LLAMA,
@@ -47,7 +50,7 @@ QWEN_DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-FAMILY_DEFAULTS = {
+FAMILY_DEFAULTS: dict[str, dict] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
         "max_position_embeddings": 131_072,
@@ -56,7 +59,32 @@ FAMILY_DEFAULTS = {
     },
     "qwen2": QWEN_DEFAULTS,
     "qwen3": {**QWEN_DEFAULTS, "head_dim": 128},
+    "qwen3_moe": {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mixtral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,  # its softmax over the chosen experts is the same
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+    },
 }
+
 # Keys without a default here. That of transformers is the size of a 7B model.
 REQUIRED = (
     "vocab_size",
@@ -74,12 +102,21 @@ ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 
 @dataclass(frozen=True)
-class Config:
-    """The shape of a model, with the names of a Hugging Face config.json.
+class ExpertConfig:
+    """The mixtures of experts of a model, with the names of a config.json of Qwen3-MoE."""
 
-    Runs keep a hash of repr(config), and resume only with the same one. So a field that is added
-    must not be in repr while it has its default.
-    """
+    num_experts: int
+    num_experts_per_tok: int  # the experts that a token passes
+    moe_intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # the weights of a token's experts are divided by their sum
+    dense_layers: tuple[int, ...] = ()  # the layers that have an MLP instead
+    # The weight of the balance loss in training. 0: transformers trains without it.
+    balance_weight: float = field(default=0.0, repr=False)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model, with the names of a Hugging Face config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -95,20 +132,41 @@ class Config:
     tie_word_embeddings: bool = False  # the input embedding is also the output matrix
     qkv_bias: bool = False  # as in Qwen2
     qk_norm: bool = False  # as in Qwen3: normalize each head's query and key
+    experts: ExpertConfig | None = None  # in place of the MLPs
+
+    def __repr__(self) -> str:
+        """Return the fields. Those that came after version 0.3.0 are left out at their default.
+
+        Runs keep a hash of this string, and resume only with the same one.
+        """
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.experts is None:
+            del values["experts"]
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 # The types of the values in a config.json.
 TYPES: dict = {field.name: field.type for field in dataclasses.fields(Config)}
-for name_here_only in ("rope_scaling", "qkv_bias", "qk_norm"):
+for name_here_only in ("rope_scaling", "qkv_bias", "qk_norm", "experts"):
     del TYPES[name_here_only]
 TYPES["sliding_window"] = int
 TYPES["use_sliding_window"] = bool
 TYPES["max_window_layers"] = int
+for number in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
+    TYPES[number] = int
+TYPES["decoder_sparse_step"] = int
+TYPES["norm_topk_prob"] = bool
+TYPES["router_aux_loss_coef"] = float
 TYPES["factor"] = float
 TYPES["low_freq_factor"] = float
 TYPES["high_freq_factor"] = float
 TYPES["original_max_position_embeddings"] = int
-MAY_BE_ZERO = ("max_position_embeddings", "rms_norm_eps", "max_window_layers")
+MAY_BE_ZERO = (
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "max_window_layers",
+    "router_aux_loss_coef",
+)
 LARGEST = {int: 2**31, float: 1e30}  # no model has more, and torch's integers and fp32 hold them
 
 SIZES = {
@@ -165,6 +223,21 @@ SIZES = {
         },
         tie_word_embeddings=True,
     ),
+    "nano-moe": Config(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        qk_norm=True,
+        experts=ExpertConfig(
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=176, norm_topk_prob=True
+        ),
+    ),
     "llama-8b": Config(  # Llama 3 8B
         vocab_size=128_256,
         hidden_size=4096,
@@ -175,6 +248,22 @@ SIZES = {
         head_dim=128,
         max_position_embeddings=8192,
         rope_theta=500_000.0,
+    ),
+    "moe-30b-a3b": Config(  # Qwen3-30B-A3B
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-6,
+        qk_norm=True,
+        experts=ExpertConfig(
+            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True
+        ),
     ),
     "llama-70b": Config(  # Llama 3 70B
         vocab_size=128_256,
@@ -408,6 +497,8 @@ def _unsupported_values(given: dict, rope: dict, model_type: str) -> list[str]:
         unsupported.append(f"rope_type {rope['rope_type']!r}")
     if "quantization_config" in given:
         unsupported.append("quantization_config")
+    if given.get("router_jitter_noise", 0) != 0:
+        unsupported.append(f"router_jitter_noise {given['router_jitter_noise']!r}")
     return unsupported
 
 
@@ -430,7 +521,7 @@ def _window(given: dict, model_type: str, where: str) -> float:
 
     if layer_types is not None:
         has_window = "sliding_attention" in layer_types
-    elif model_type == "mistral":
+    elif model_type in ("mistral", "mixtral"):
         has_window = True
     elif model_type in ("qwen2", "qwen3"):
         has_window = given["use_sliding_window"] and given["max_window_layers"] < layers
@@ -461,7 +552,10 @@ def _make_config(given: dict, rope: dict, model_type: str, where: str) -> Config
     if rope["rope_type"] == "llama3":
         values["rope_scaling"] = {key: rope[key] for key in ROPE_SCALING}
     values["qkv_bias"] = model_type == "qwen2"
-    values["qk_norm"] = model_type == "qwen3"
+    values["qk_norm"] = model_type in ("qwen3", "qwen3_moe")
+    values["experts"] = None
+    if model_type in MIXTURES:
+        values["experts"] = _experts(given, model_type, where)
 
     # lm/model.py has no sliding window. Sequences that fit into the window do not need one.
     window = _window(given, model_type, where)
@@ -471,9 +565,32 @@ def _make_config(given: dict, rope: dict, model_type: str, where: str) -> Config
     return Config(**{name: values[name] for name in names})
 
 
+def _experts(given: dict, model_type: str, where: str) -> ExpertConfig:
+    """Return what a config.json says about its mixtures of experts."""
+    # transformers 5 writes num_local_experts, Qwen's files on the hub have num_experts
+    number = given.get("num_local_experts", given["num_experts"])
+    chosen = given["num_experts_per_tok"]
+    if chosen > number:
+        raise UserError(f"{where}: num_experts_per_tok is {chosen}, and there are {number} experts")
+    size = given["intermediate_size"] if model_type == "mixtral" else given["moe_intermediate_size"]
+    dense_layers = []
+    if model_type == "qwen3_moe":
+        listed = given["mlp_only_layers"]
+        if not isinstance(listed, list):
+            raise UserError(f"{where}: its mlp_only_layers are no list: {listed!r}")
+        for layer in range(given["num_hidden_layers"]):
+            if layer in listed or (layer + 1) % given["decoder_sparse_step"]:
+                dense_layers.append(layer)
+    weight = given["router_aux_loss_coef"] if given.get("output_router_logits") else 0.0
+    norm = given["norm_topk_prob"] or model_type == "mixtral"
+    return ExpertConfig(number, chosen, size, norm, tuple(dense_layers), weight)
+
+
 def config_json(config: Config) -> dict:
     """Return the content of a config.json that transformers and read_config read as this shape."""
-    if config.qk_norm:
+    if config.experts:
+        family = "Qwen3Moe" if config.qk_norm else "Mixtral"
+    elif config.qk_norm:
         family = "Qwen3"
     elif config.qkv_bias:
         family = "Qwen2"
@@ -482,7 +599,7 @@ def config_json(config: Config) -> dict:
 
     content = {
         "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
+        "model_type": "qwen3_moe" if family == "Qwen3Moe" else family.lower(),
         "hidden_act": LLAMA["hidden_act"],
         "attention_bias": LLAMA["attention_bias"],
         "mlp_bias": LLAMA["mlp_bias"],
@@ -494,13 +611,40 @@ def config_json(config: Config) -> dict:
     # The family implies these two.
     del content["qkv_bias"]
     del content["qk_norm"]
+    del content["experts"]
+    if config.experts:
+        content.update(_experts_json(config.experts, family))
     if config.rope_scaling:
         content["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
     return content
 
 
-def parameter_count(config: Config) -> int:
-    """Return the number of parameters. A tied embedding counts once."""
+def _experts_json(experts: ExpertConfig, family: str) -> dict:
+    """Return the keys of a config.json that describe mixtures of experts."""
+    content: dict = {
+        "num_experts_per_tok": experts.num_experts_per_tok,
+        "router_aux_loss_coef": experts.balance_weight,
+        "output_router_logits": experts.balance_weight > 0,
+    }
+    if family == "Mixtral":
+        # The family has no key for the size of an expert, nor for what follows.
+        content["num_local_experts"] = experts.num_experts
+        content["intermediate_size"] = experts.moe_intermediate_size
+        assert experts.norm_topk_prob, "Mixtral divides by the sum"
+        assert not experts.dense_layers, "Mixtral has no dense layers"
+    else:
+        content["num_experts"] = experts.num_experts
+        content["moe_intermediate_size"] = experts.moe_intermediate_size
+        content["norm_topk_prob"] = experts.norm_topk_prob
+        content["mlp_only_layers"] = list(experts.dense_layers)
+    return content
+
+
+def parameter_count(config: Config, *, active: bool = False) -> int:
+    """Return the number of parameters. A tied embedding counts once.
+
+    active: of the experts, count only those that one token passes.
+    """
     c = config
     query_size = c.num_attention_heads * c.head_dim
     key_value_size = c.num_key_value_heads * c.head_dim
@@ -513,13 +657,19 @@ def parameter_count(config: Config) -> int:
     norms = 2 * c.hidden_size  # one before attention, one before the MLP
     if c.qk_norm:
         norms += 2 * c.head_dim
-    block = attention + mlp + norms
+    blocks = c.num_hidden_layers * (attention + mlp + norms)
+    if c.experts:
+        experts = c.experts
+        number = experts.num_experts_per_tok if active else experts.num_experts
+        mixture = number * 3 * c.hidden_size * experts.moe_intermediate_size
+        mixture += experts.num_experts * c.hidden_size  # the router
+        blocks += (c.num_hidden_layers - len(experts.dense_layers)) * (mixture - mlp)
 
     embeddings = c.vocab_size * c.hidden_size
     if not c.tie_word_embeddings:
         embeddings *= 2  # input embedding and lm_head
     final_norm = c.hidden_size
-    return c.num_hidden_layers * block + final_norm + embeddings
+    return blocks + final_norm + embeddings
 
 
 def flops_per_token(config: Config, seq_len: int) -> int:
@@ -532,6 +682,7 @@ def flops_per_token(config: Config, seq_len: int) -> int:
     - Matmuls with parameters. In forward, each parameter takes part in one multiplication and one
       addition per token: 2 FLOPs. Backward takes twice as many, for the gradients of the input and
       of the parameter. The sum is 6 FLOPs per parameter. N is the number of all parameters.
+      Of experts, only those count that a token passes.
       N_embedding is the size of the input embedding, which is looked up and not multiplied. If the
       embedding is tied, N_embedding is 0, because lm_head multiplies by the same matrix.
     - Attention. In forward, each head multiplies the token's query by seq_len keys, and then its
@@ -546,4 +697,4 @@ def flops_per_token(config: Config, seq_len: int) -> int:
     if not c.tie_word_embeddings:
         input_embedding = c.vocab_size * c.hidden_size
     attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
-    return 6 * (parameter_count(c) - input_embedding) + attention
+    return 6 * (parameter_count(c, active=True) - input_embedding) + attention

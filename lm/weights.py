@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from common import cli, hardware, report
 from common.exits import UserError
 from common.runtime import print0, ranks
 from lm import shapes
+from lm.expert_files import StoredPart, stored_parts
 from lm.model import Transformer
 from lm.shapes import SIZES, Config, has_weights, parameter_count
 from lm.weight_files import HEAD, StoredWeights, has_own_head, weight_files
@@ -32,28 +33,36 @@ DRAWN_ON_CPU = 2e9
 BAR_DELAY = 2.0  # seconds after which a progress bar appears
 
 
-def read_config(name: str, flag: str = "--model") -> Config:
+def read_config(name: str, flag: str = "--model", *, experts: bool = False) -> Config:
     """Return the shape of the model that `build` makes of `name`.
 
     It is that of shapes.read_config, which also says what is raised, with one exception: a head
     that config.json ties to the embedding is not tied if the folder's weights differ.
+
+    experts: whether the script computes mixtures of experts. If not, raise UserError for one.
     """
     config = shapes.read_config(name, flag)
+    if config.experts and not experts:
+        raise UserError(
+            f"{flag} {name} is a mixture of experts, which this script does not compute: "
+            "04_amp/train.py, 05_ddp/train.py and 06_fsdp_zero/train_fsdp.py do"
+        )
     if config.tie_word_embeddings and name not in SIZES and has_own_head(Path(name)):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     return config
 
 
-def load_config(name: str, tokenizer_size: int, seq_len: int) -> Config:
+def load_config(name: str, tokenizer_size: int, seq_len: int, *, experts: bool = False) -> Config:
     """Return the shape to train on tokens of a tokenizer, in sequences of `seq_len` tokens.
 
-    The shape is that of read_config. Only nano takes its vocabulary size from the tokenizer.
+    The shape is that of read_config, also for `experts`. Only nano and nano-moe take their
+    vocabulary size from the tokenizer.
 
     Raise UserError if read_config does, if the tokenizer has more tokens than the model, or if
     `seq_len` is longer than the model allows.
     """
-    config = read_config(name)
-    if name == "nano":
+    config = read_config(name, experts=experts)
+    if name in ("nano", "nano-moe"):
         config = dataclasses.replace(config, vocab_size=tokenizer_size)
 
     # 256 tokens are bytes. Weights with a large vocabulary were trained with another tokenizer.
@@ -163,6 +172,9 @@ def materialize(
     stored = open_weights(name, net.config, flag)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
+    for name, buffer in net.named_buffers():
+        if name.endswith(".mlp.bias"):  # of a mixture of experts
+            buffer.zero_()
     if stored is None:
         init_weights(net, seed)
     else:
@@ -188,10 +200,40 @@ def init_weights(net: Transformer, seed: int) -> None:
 
     So a model starts from the same weights whether it is whole, sharded or split into stages.
     """
+
+    def draw(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        rows, *columns = slices
+        full_rows = random_weight(name, shape, seed, rows.start, rows.stop)
+        return full_rows[(slice(None), *columns)]
+
     for name, parameter in _with_bar(net, "drawing weights"):
-        local, (rows, *columns) = local_part(parameter)
-        full_rows = random_weight(name, parameter.shape, seed, rows.start, rows.stop)
-        local.copy_(full_rows[(slice(None), *columns)])
+        fill(parameter, stored_parts(name, parameter.shape), draw)
+
+
+def fill(
+    parameter: Tensor,
+    parts: list[StoredPart],
+    read: Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor],
+) -> None:
+    """Fill what this rank holds of a parameter, part by part.
+
+    read(name, shape, slices) returns the numbers in some slices of a stored tensor.
+    """
+    local, held = local_part(parameter)
+    for part in parts:
+        target = local
+        slices = held
+        if part.expert is not None:  # the matrix of an expert
+            if part.expert not in range(held[0].start, held[0].stop):
+                continue
+            target = local[part.expert - held[0].start]
+            slices = held[1:]
+        elif part.first_row > 0:  # in a stack of two projections
+            experts, rows, columns = held
+            rows = slice(rows.start + part.first_row, rows.stop + part.first_row)
+            slices = (experts, rows, columns)
+        if target.numel() > 0:  # a rank may hold no rows of a small matrix
+            target.copy_(read(part.name, part.shape, slices))
 
 
 def random_weight(
@@ -247,12 +289,14 @@ def open_weights(name: str, config: Config, flag: str = "--model") -> StoredWeig
 @torch.no_grad()
 def load_weights(net: Transformer, stored: StoredWeights) -> None:
     """Fill a model with stored weights. Each rank of a sharded model reads only its own shards."""
+
+    def read(name: str, _: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        return stored.read(name, slices)
+
     for name, parameter in _with_bar(net, "loading weights"):
-        if name not in stored.tensors:  # an adapter
-            continue
-        local, slices = local_part(parameter)
-        if local.numel() > 0:  # a rank may hold no rows of a small matrix
-            local.copy_(stored.read(name, slices))
+        parts = stored_parts(name, parameter.shape, stored.tensors)
+        if parts[0].name in stored.tensors:  # else it is an adapter
+            fill(parameter, parts, read)
 
 
 def _with_bar(net: Transformer, description: str) -> Iterable[tuple[str, nn.Parameter]]:
@@ -273,7 +317,8 @@ def check_names_and_shapes(config: Config, stored: StoredWeights) -> None:
     full_model = build("", config, seed=0, device="meta")
     needed_shapes = {}
     for name, parameter in full_model.named_parameters():
-        needed_shapes[name] = tuple(parameter.shape)
+        for part in stored_parts(name, parameter.shape, stored.tensors):
+            needed_shapes[part.name] = part.shape
 
     for name in sorted(stored_shapes.keys() | needed_shapes.keys()):
         stored_shape = stored_shapes.get(name, "missing")

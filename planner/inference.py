@@ -46,7 +46,7 @@ def weight_bytes(
     """Return the bytes of a model's weights on one of tp ranks.
 
     The matrices of blocks and head have the type `weights`. Everything else has 16 bits, or 32 if
-    `weights` is fp32. The ranks share the blocks, except norms.
+    `weights` is fp32. The ranks share the blocks, except norms and routers.
 
     Arguments:
         head_divided: the ranks share the head, too
@@ -69,7 +69,7 @@ def weight_bytes(
 
     blocks = (attention + biases) * shape.layers
     blocks += dense_mlp * dense_layers
-    blocks += (mixture + router) * shape.expert_layers
+    blocks += mixture * shape.expert_layers
 
     head = in_weights([(shape.hidden, shape.vocab)])
     if head_divided:
@@ -78,7 +78,8 @@ def weight_bytes(
     if count_embedding and not shape.tied:
         embedding = shape.embedding * bytes_each
     norms = bytes_each * (shape.norm_parameters() * shape.layers + shape.hidden)
-    return blocks / tp + head + embedding + norms
+    routers = router * shape.expert_layers
+    return blocks / tp + routers + head + embedding + norms
 
 
 def prefill_bytes(shape: Shape, *, tokens: int, bytes_each: float, tp: int = 1) -> float:

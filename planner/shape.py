@@ -1,7 +1,7 @@
 """The shape of a model: its matrices, parameters and FLOPs per token.
 
-It covers what lm/model.py trains (Llama, Mistral, Qwen2, Qwen3), and two families that it does not:
-mixtures of experts, and multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+It covers what lm/model.py trains, and what it does not: experts that every token passes, and
+multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 """
 
 from dataclasses import dataclass
@@ -184,6 +184,14 @@ def count(matrices: list[tuple[int, int]]) -> int:
 
 def from_config(name: str, config: Config) -> Shape:
     """Return the shape of a model that lm/model.py implements."""
+    experts = {}
+    if config.experts is not None:
+        experts = {
+            "experts": config.experts.num_experts,
+            "active_experts": config.experts.num_experts_per_tok,
+            "expert_ffn": config.experts.moe_intermediate_size,
+            "dense_layers": len(config.experts.dense_layers),
+        }
     return Shape(
         name=name,
         vocab=config.vocab_size,
@@ -197,4 +205,5 @@ def from_config(name: str, config: Config) -> Shape:
         positions=config.max_position_embeddings,
         qkv_bias=config.qkv_bias,
         qk_norm=config.qk_norm,
+        **experts,
     )

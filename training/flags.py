@@ -70,6 +70,8 @@ REMEMBERED_FLAGS = (
     "log_every",
     "tensorboard",
     "wandb",
+    "balance_loss",
+    "balance_bias",
     "adapters",  # this and what follows, of 06_fsdp_zero/finetune.py
     "alpha",
     "dropout",
@@ -155,6 +157,17 @@ class TrainingParser(Parser):
             "--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any"
         )
         add("--seed", type=natural, default=0)
+        add(
+            "--balance-loss",
+            type=not_negative,
+            help="of a mixture of experts: weight of the balance loss (default: the model's)",
+        )
+        add(
+            "--balance-bias",
+            type=not_negative,
+            default=0.0,
+            help="of a mixture of experts: step of the router's bias (0: no bias)",
+        )
 
         add = self.add_argument_group("precision, speed and memory").add_argument
         add(

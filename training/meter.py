@@ -139,6 +139,7 @@ class Meter:
         lr: float,
         skipped_steps: int = 0,
         scale: float = 1.0,
+        **values: Tensor,
     ) -> None:
         """Print and record one line about the steps since the last line.
 
@@ -148,6 +149,7 @@ class Meter:
         Raise UserError if the loss or the gradient norm is not finite. Call this before saving a
         checkpoint: the weights are useless after such a step. In fp16 an infinite gradient norm is
         normal: GradScaler skips that step and lowers `scale`. Below 1 it can no longer help.
+        `values` are recorded, and not printed.
         """
         # .item() waits for the GPU: here, once per log line, and not in every step.
         loss_value = loss.item()
@@ -196,6 +198,7 @@ class Meter:
                 "skipped_steps": skipped_steps,
                 "loss_scale": scale,
             }
+            record |= {name: value.tolist() for name, value in values.items()}
             self._write(record, _line(record, self._last_logged(), self.steps))
 
         self.data_seconds = 0.0

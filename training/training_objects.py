@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from training.batches import Batches
 
@@ -26,6 +26,10 @@ class TrainingObjects(NamedTuple):
         config_json: The content of config.json in each checkpoint, for convert_checkpoint.py.
         sample: Called at each evaluation on all ranks, to return a text, which rank 0 prints. It
             must turn gradients and dropout off itself.
+        start_step: Called before the first micro-batch of a step, on all ranks, with the number of
+            the step and, if it has one, the context of forward.
+        end_step: Called after each optimizer step on all ranks, to return tensors by name, which
+            metrics.jsonl then has.
     """
 
     model: nn.Module
@@ -35,3 +39,5 @@ class TrainingObjects(NamedTuple):
     flops_per_token: float | None = None
     config_json: dict | None = None
     sample: Callable[[], str | None] | None = None
+    start_step: Callable[..., None] | None = None
+    end_step: Callable[[], dict[str, Tensor]] | None = None

@@ -1,0 +1,163 @@
+"""Keep the experts of a mixture equally busy: a balance loss, a bias of the router, or both.
+
+A router that prefers some experts trains them more, and prefers them more and more. Two remedies:
+
+    loss    adds weight * experts * sum over experts e of f(e) * p(e) to the loss. f(e) is how often
+            a token chooses e, p(e) the mean probability of e. transformers has this formula. It
+            pools all layers, so an even load gives k, the number of experts of a token.
+            Source: Fedus et al. 2021, Switch Transformers, section 2.2.
+    bias    adds a number per expert to the probabilities when experts are chosen, and not to the
+            weights of their outputs. After each step it falls by a fixed amount for the experts
+            with more tokens than the mean, and rises for the others. Source: Wang et al. 2024,
+            Auxiliary-Loss-Free Load Balancing.
+
+f and the loads count the tokens of the global batch: of all ranks and all micro-batches. f
+multiplies p, so backward of the first micro-batch needs the counts of the last. If there are
+several micro-batches, `start_step` counts in a forward of its own.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.exits import UserError
+from lm.model import Transformer
+from lm.moe import Mixture
+from training.batches import Batches
+
+
+class Balance:
+    """Balance the experts of a model during training.
+
+    Create it before the model is sharded or compiled. A training step then calls
+
+        start_step, forward and backward of each micro-batch, the optimizer, end_step
+    """
+
+    def __init__(
+        self,
+        net: Transformer,
+        batches: Batches,
+        device: torch.device,
+        *,
+        weight: float,
+        bias_rate: float,
+    ) -> None:
+        """Attach the balance to `net`.
+
+        Args:
+            weight: The weight of the balance loss. 0: no such loss.
+            bias_rate: How far the bias of an expert moves in a step. 0: there is no bias.
+        """
+        self.net = net
+        self.batches = batches
+        self.weight = weight
+        self.bias_rate = bias_rate
+        self.mixtures: list[Mixture] = []
+        for block in net.model.layers.values():
+            if isinstance(block.mlp, Mixture):
+                self.mixtures.append(block.mlp)
+        if bias_rate > 0:
+            for mixture in self.mixtures:
+                mixture.add_bias()
+        net.balance = self
+        experts = self.mixtures[0].gate.out_features
+        self.step_counts = torch.zeros(len(self.mixtures), experts, dtype=torch.long, device=device)
+        self.counted_ahead: Tensor | None = None
+
+    @torch.no_grad()
+    def start_step(
+        self, step: int, autocast: Callable[[], AbstractContextManager] = nullcontext
+    ) -> None:
+        """Count the choices of the global batch of a step, if they are needed before its forward.
+
+        Every rank must call this. `autocast` is the context of forward in the training loop.
+        """
+        self.step_counts.zero_()  # of a measurement of memory
+        self.counted_ahead = None
+        if self.weight == 0 or self.batches.accumulation_steps == 1:
+            return
+        counts = torch.zeros_like(self.step_counts)
+        stream = self.batches.stream(step - 1)
+        for inputs, targets in islice(stream, self.batches.accumulation_steps):
+            with autocast():
+                self.net(inputs.to(counts.device), targets.to(counts.device))
+            counts += self.last_counts()
+        self.counted_ahead = over_ranks(counts)
+
+    @torch.compiler.disable  # a collective and a few small sums: not worth a graph
+    def loss(self) -> Tensor | float:
+        """Return the balance loss of a micro-batch, times its weight. Count the choices.
+
+        The mean over ranks and micro-batches is the balance loss of the global batch.
+        """
+        counts = self.last_counts()
+        self.step_counts += counts
+        if self.weight == 0:
+            return 0.0
+        # of all ranks and micro-batches
+        counts = over_ranks(counts) if self.counted_ahead is None else self.counted_ahead
+        choices = counts.sum(dim=0)  # of all layers, [experts]
+        k = self.mixtures[0].experts_per_token
+        frequency = choices * k / choices.sum()  # f: the sum over experts is k
+        probability = torch.stack([mixture.mean_probability for mixture in self.mixtures])
+        experts = len(choices)
+        return self.weight * experts * (frequency * probability.mean(dim=0)).sum()
+
+    @torch.no_grad()
+    def end_step(self) -> dict[str, Tensor]:
+        """Move the biases. Return what metrics.jsonl has of the step. Every rank must call this.
+
+        expert_tokens: how many tokens chose each expert in each layer, [layers, experts].
+        """
+        counts = over_ranks(self.step_counts)
+        self.step_counts.zero_()
+        if self.bias_rate > 0:
+            for mixture, load in zip(self.mixtures, counts.float(), strict=True):
+                mixture.bias += self.bias_rate * torch.sign(load.mean() - load)
+        return {"expert_tokens": counts}
+
+    def last_counts(self) -> Tensor:
+        """Return the counts of the last forward on this rank, [layers, experts]."""
+        return torch.stack([mixture.counts for mixture in self.mixtures])
+
+
+def callbacks(
+    args: Namespace, net: Transformer, batches: Batches, device: torch.device
+) -> dict[str, Callable]:
+    """Return the callbacks of TrainingObjects that balance the experts as the flags say.
+
+    They are {} for a model without experts. Raise UserError if it is given one of the flags. The
+    weight that is not given becomes that of the model's folder.
+    """
+    if net.config.experts is None:
+        if args.balance_loss or args.balance_bias:
+            raise UserError(
+                f"--balance-loss and --balance-bias are for a mixture of experts, and --model "
+                f"{args.model} has none"
+            )
+        return {}
+    if args.balance_loss is None:
+        args.balance_loss = net.config.experts.balance_weight
+    balance = Balance(net, batches, device, weight=args.balance_loss, bias_rate=args.balance_bias)
+    return {"start_step": balance.start_step, "end_step": balance.end_step}
+
+
+def setting(args: Namespace) -> dict[str, str]:
+    """Return what a resumed run must have, too, for TrainingObjects.must_match."""
+    if not (args.balance_loss or args.balance_bias):
+        return {}
+    return {"balance": f"--balance-loss {args.balance_loss} --balance-bias {args.balance_bias}"}
+
+
+def over_ranks(counts: Tensor) -> Tensor:
+    """Return the sum over all ranks."""
+    total = counts.clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total

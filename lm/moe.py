@@ -1,0 +1,109 @@
+"""A mixture of experts in place of a block's MLP: the arithmetic of Qwen3-MoE and Mixtral.
+
+    Mixture     a router chooses k experts for each token, and adds up their outputs
+      Experts   the MLPs of all experts, as three stacks of matrices
+
+A mixture has the weights of all its experts, and a token passes k of them. The arithmetic is that
+of Hugging Face transformers, with one exception: the router computes in fp32.
+08_model_parallel/expert_parallel.py explains a mixture of experts step by step.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.runtime import local_shard
+from lm.shapes import ExpertConfig
+
+
+class Mixture(nn.Module):
+    """A router, and the experts that it chooses from."""
+
+    def __init__(self, hidden: int, c: ExpertConfig) -> None:
+        super().__init__()
+        self.experts_per_token = c.num_experts_per_tok
+        self.divide_by_sum = c.norm_topk_prob
+        self.gate = nn.Linear(hidden, c.num_experts, bias=False)
+        self.experts = Experts(hidden, c)
+        self.bias: Tensor | None
+        self.register_buffer("bias", None)  # see lm/balance.py
+
+    def add_bias(self) -> None:
+        """Add a bias, [experts], to the probabilities when experts are chosen. It starts at 0."""
+        self.bias = torch.zeros(self.gate.out_features, device=self.gate.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, tokens, hidden] for x of the same shape.
+
+        lm/balance.py reads what it leaves: counts and mean_probability, of the last forward.
+        """
+        tokens = x.flatten(0, 1)  # [tokens, hidden]
+        probabilities = self.route(tokens)
+        scores = probabilities if self.bias is None else probabilities + self.bias
+        choices = scores.topk(self.experts_per_token).indices  # [tokens, k]
+        weights = probabilities.gather(-1, choices)
+        if self.divide_by_sum:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self.counts = count(choices, self.gate.out_features)
+        self.mean_probability = probabilities.mean(dim=0)  # [experts]
+
+        # Give each choice a row, and order the rows by expert.
+        order = choices.flatten().argsort(stable=True)  # choices are numbered token * k + place
+        rows = tokens[order // self.experts_per_token]
+        rows = self.experts(rows, self.counts)
+        # Back in the order of the tokens, the sum over k has a fixed order, without atomics.
+        outputs = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
+        return (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1).view_as(x)
+
+    def route(self, tokens: Tensor) -> Tensor:
+        """Return the probability of each expert, [tokens, experts], in fp32.
+
+        In bf16 two experts that are nearly tied change places more often.
+        """
+        with torch.autocast(tokens.device.type, enabled=False):
+            return F.linear(tokens.float(), self.gate.weight.float()).softmax(dim=-1)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts. Each weight is a stack with one matrix per expert."""
+
+    def __init__(self, hidden: int, c: ExpertConfig) -> None:
+        super().__init__()
+        experts = c.num_experts
+        intermediate = c.moe_intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
+        self.up_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return [rows, hidden] for rows of this shape, which are ordered by expert.
+
+        counts, [experts], are the rows of each expert. An expert without rows takes part: its
+        gradient is 0, not None.
+        """
+        gate = F.silu(multiply(rows, self.gate_proj, counts))  # [rows, intermediate]
+        return multiply(gate * multiply(rows, self.up_proj, counts), self.down_proj, counts)
+
+
+def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each row by the matrix of its expert.
+
+    rows, [rows, inputs], are ordered by expert, and counts says how many each has. stack is
+    [experts, outputs, inputs].
+    """
+    stack = local_shard(stack)  # in tensor parallelism, each expert is sharded by its channels
+    stack = stack.to(rows.dtype)  # autocast does not know grouped_mm
+    # torch compiles and traces grouped_mm in bf16 only.
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0).int())
+    outputs = []
+    for part, matrix in zip(rows.split(counts.tolist()), stack.unbind(), strict=True):
+        outputs.append(F.linear(part, matrix))
+    return torch.cat(outputs)
+
+
+def count(choices: Tensor, experts: int) -> Tensor:
+    """Return how many choices fell on each expert, [experts]."""
+    # bincount would make the CPU wait for the GPU.
+    choices = choices.flatten()
+    return choices.new_zeros(experts).scatter_add(0, choices, torch.ones_like(choices))
