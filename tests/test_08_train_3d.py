@@ -281,6 +281,7 @@ REFUSED = {  # flags of one process: words of the line
     "--pp 2 --schedule interleaved --model llama-8b --global-batch-size 3 --micro-batch-size 1"
     " --dry-run": "--schedule interleaved 3 --global-batch-size 2",
     "--dtype fp16": "--dtype fp16 05_ddp/train.py",
+    "--loss chunked": "--loss train_fsdp.py plain",
 }
 
 
