@@ -66,7 +66,8 @@ def test_logits_gradients_and_balance_loss_are_those_of_transformers(tmp_path, n
     """From the names of the hub, which transformers writes by default, and from its own stacks."""
     model = hugging_face(FOLDERS[name])
     ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
-    inputs, targets = ids[:, :-1], ids[:, 1:]
+    inputs = ids[:, :-1]
+    targets = ids[:, 1:]
     expected = model(inputs, output_router_logits=True)
     ce = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
     (ce + 0.1 * expected.aux_loss).backward()
@@ -250,7 +251,7 @@ def test_mistakes_are_one_line(tmp_path, script, flags):
 
 
 def test_active_parameters_are_those_of_a_token():
-    """Of Qwen3-30B-A3B: 30.5 billion, 3.3 billion of them active (its model card)."""
+    """The model card of Qwen3-30B-A3B has 30.5 billion, 3.3 billion of them active."""
     config = shapes.SIZES["moe-30b-a3b"]
     assert round(shapes.parameter_count(config) / 1e9, 1) == 30.5
     active = shapes.parameter_count(config, active=True)
