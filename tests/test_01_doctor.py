@@ -135,7 +135,7 @@ def test_gpus_that_only_the_driver_sees(fake_driver, tmp_path, quick):
 TWO_GPUS = """
 import torch
 import _doctor
-_doctor.run_command = lambda argv, seconds, **extra: (0, "")
+_doctor.run_command = lambda argv, seconds, **extra: (1, "no GPU is there")
 torch.version.cuda = "12.8"
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 2

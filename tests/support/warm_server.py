@@ -243,14 +243,20 @@ def main() -> None:
     if "DRAW_LOSS" not in os.environ:
         trackers = importlib.import_module("training.trackers")
         trackers.save_loss_plot = leave_a_blank_picture
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    # A script that is not started through exits.run has returned. To take down all that the server
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    # A script that is not started through exits.run has ended. To take down all that the server
     # has imported would take longer than a small run.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":
