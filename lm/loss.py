@@ -36,7 +36,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     hidden[rows],
                     weight,
                     targets[rows],
-                    hidden_gradient[rows] if wants_hidden else None,
+                    None if hidden_gradient is None else hidden_gradient[rows],
                     head_gradient,
                 )
         ctx.save_for_backward(hidden_gradient, head_gradient)
@@ -129,4 +129,4 @@ def replace_loss(
         return head(hidden, targets, reduction)
 
     head.forward = logits_or_loss
-    model.loss = loss
+    model.loss = loss  # type: ignore[method-assign]

@@ -79,7 +79,7 @@ def attend_to_documents(
     if ends is None:
         return model.attend(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
     batch, heads, tokens, _ = q.shape
-    options = {"window_size": (-1, 0)}  # causal; by default it is not
+    options: dict = {"window_size": (-1, 0)}  # causal; by default it is not
     if takes_groups:
         options["enable_gqa"] = enable_gqa
     else:
