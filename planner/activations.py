@@ -61,8 +61,8 @@ def mlp_parts(rank: Rank, *, experts: bool) -> Parts:
     """Return what the MLP of a block keeps.
 
     It keeps its norm and input, gate, up, silu(gate) and the product. torch.compile computes
-    silu(gate) again. With experts it also keeps a copy of the token for each expert, and the
-    router's logits and probabilities in fp32.
+    silu(gate) again. With experts it keeps, in place of its input, a copy of the token for each
+    expert and what each expert returns, and in fp32 the router's input and probabilities.
     """
     shape = rank.shape
     ffn = shape.active_ffn(experts) * rank.e
@@ -71,8 +71,10 @@ def mlp_parts(rank: Rank, *, experts: bool) -> Parts:
         parts["silu(gate)"] = ffn
     parts["product"] = ffn
     if experts:
+        del parts["matmul's input"]
         parts["copies for experts"] = shape.active_experts * shape.hidden * rank.e
-        parts["router"] = 2 * 4 * shape.experts
+        parts["experts' results"] = shape.active_experts * shape.hidden * rank.e
+        parts["router"] = 4 * (shape.hidden + shape.experts)
     return parts
 
 

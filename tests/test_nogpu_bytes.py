@@ -23,6 +23,13 @@ UNTIED = replace(
     tie_word_embeddings=False,
     max_position_embeddings=2048,
 )
+EXPERTS = replace(
+    shapes.SIZES["moe-30b-a3b"],
+    num_hidden_layers=2,
+    vocab_size=8192,
+    max_position_embeddings=2048,
+    experts=replace(shapes.SIZES["moe-30b-a3b"].experts, num_experts=16, num_experts_per_tok=4),
+)
 TRAIN = "04_amp/train.py"
 FSDP = "06_fsdp_zero/train_fsdp.py"
 SEVERAL = {"micro_batch_size": 4, "micro_batches": 2}
@@ -31,6 +38,8 @@ CASES = {  # script, shape, plan
     "untied": (TRAIN, UNTIED, {"micro_batch_size": 8, "checkpointing": "full"}),
     "at the last gradient": (TRAIN, GROUPED, {"checkpointing": "full"}),
     "compiled, accumulated": (TRAIN, UNTIED, SEVERAL | {"compile": True}),
+    "experts": (TRAIN, EXPERTS, {"micro_batch_size": 4}),
+    "experts, FSDP": (FSDP, EXPERTS, {"micro_batch_size": 4, "zero": 3}),
     "FSDP": (FSDP, UNTIED, {"micro_batch_size": 8, "checkpointing": "selective", "zero": 3}),
 }
 
