@@ -382,8 +382,8 @@ def fit(source: Source, config: dict, path: Path) -> tuple[Source, bool]:
     if net.config.experts:
         if any(name.endswith(".mlp.bias") for name in source.tensors):
             raise UserError(
-                f"{path} was trained with --balance-bias: Hugging Face folders of this family do "
-                "not hold the router's bias, and without it the model is another one"
+                f"{path} was trained with --balance-bias: folders of this family have no place for "
+                "the router's bias, and without it the model is another one"
             )
         source = Source(*from_files(*source, needed))
     tied = net.config.tie_word_embeddings

@@ -18,8 +18,8 @@ FAMILIES = {
     "mistral": "mistral",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
-    "mixtral": "mistral",
-    "qwen3_moe": "llama",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
     "deepseek_v2": "llama",
     "deepseek_v3": "llama",
 }
@@ -27,8 +27,6 @@ FAMILIES = {
 OTHER_SIZES = (
     "moe_intermediate_size",
     "n_routed_experts",
-    "num_local_experts",
-    "num_experts",
     "num_experts_per_tok",
     "n_shared_experts",
     "first_k_dense_replace",
@@ -38,7 +36,16 @@ OTHER_SIZES = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-EXPERTS_KEY = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+# Of the mixtures of experts that are trained here.
+EXPERT_KEYS = (
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+)
 # Flags that only a training step, or only --inference, reads; None: see make_plan.
 TRAINING = {
     "zero": None,
@@ -226,11 +233,12 @@ def shape_from_json(name: str, content: dict) -> Shape:
         "max_position_embeddings": 0,
         "sliding_window": None,
     }
-    if kind == "qwen3_moe":
-        sizes["num_key_value_heads"] = 4  # the default of transformers
-    for key, value in content.items():
-        if key in shapes.Config.__dataclass_fields__ and "rope" not in key:
-            sizes[key] = value
+    keys = [key for key in shapes.Config.__dataclass_fields__ if "rope" not in key]
+    if kind in shapes.MIXTURES:
+        keys += EXPERT_KEYS
+    for key in keys:
+        if key in content:
+            sizes[key] = content[key]
     other_sizes = {}
     for key in OTHER_SIZES:
         value = content.get(key)
@@ -246,7 +254,7 @@ def shape_from_json(name: str, content: dict) -> Shape:
         qk_norm=kind.startswith("qwen3"),
     )
     try:
-        sizes = {**expert_sizes(kind, other_sizes, shape.ffn), **latent_sizes(kind, other_sizes)}
+        sizes = {**expert_sizes(kind, other_sizes), **latent_sizes(kind, other_sizes)}
     except KeyError as error:
         missing = error.args[0]
         raise ValueError(f"--model {name}: the config.json of a {kind} lacks {missing}") from None
@@ -258,18 +266,14 @@ def shape_from_json(name: str, content: dict) -> Shape:
     return shape
 
 
-def expert_sizes(kind: str, content: dict[str, int], ffn: int) -> dict[str, int]:
-    """Return the sizes of a mixture of experts in a config.json, or none.
-
-    `ffn` is the width of an MLP without experts. An expert of Mixtral has the same.
-    """
-    number_key = EXPERTS_KEY.get(kind, "n_routed_experts")
-    if kind not in EXPERTS_KEY and not content.get(number_key):
+def expert_sizes(kind: str, content: dict[str, int]) -> dict[str, int]:
+    """Return the sizes of DeepSeek's mixture of experts in a config.json, or none."""
+    if not kind.startswith("deepseek") or not content.get("n_routed_experts"):
         return {}
-    width = ffn if kind == "mixtral" else content["moe_intermediate_size"]
+    width = content["moe_intermediate_size"]
     shared_experts = content.get("n_shared_experts", 0)
     return {
-        "experts": content[number_key],
+        "experts": content["n_routed_experts"],
         "active_experts": content["num_experts_per_tok"],
         "expert_ffn": width,
         "shared_ffn": shared_experts * width,

@@ -264,7 +264,9 @@ def search_answer(args, shape: Shape, plan: Plan, where: machine.Machine) -> dic
     summary = layout_answer(shape, best, memory, where)
 
     command = None
-    is_trained_here = not (shape.experts or shape.kv_rank or plan.deepspeed or plan.ring)
+    is_trained_here = not (shape.kv_rank or plan.deepspeed or plan.ring)
+    if shape.experts:  # by train_fsdp.py, which has none of these
+        is_trained_here = is_trained_here and best.tp * best.pp * best.cp * best.ep == 1
     if is_trained_here and (args.model in shapes.SIZES or Path(args.model).exists()):
         command = start_command(args, best)
     print(f"\nstart it on each node:\n{command or 'no command: no training script does this'}")

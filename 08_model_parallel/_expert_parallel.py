@@ -156,15 +156,16 @@ def changed_in_bf16(make_mixture: Callable, device: torch.device) -> list[dict]:
 
 
 @torch.no_grad()
-def check_grouped(experts: nn.Module) -> str:
+def check_grouped(make_experts: Callable, device: torch.device) -> str:
     """Assert that the grouped matmuls give what the loop does, in bf16. Return the line for it."""
+    config = load_config("nano", 256, 1)
+    experts = make_experts(8, config).to(device, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for stack in experts.parameters():
         stack.copy_(0.02 * torch.randn(stack.shape, generator=generator))
-    experts.to(torch.bfloat16)
-    number, _, hidden = experts.gate_proj.shape
-    counts = list(range(number))  # the first expert gets no row
-    rows = torch.randn(sum(counts), hidden, generator=generator).to(experts.gate_proj)
+    counts = list(range(8))  # the first expert gets no row
+    rows = torch.randn(sum(counts), config.hidden_size, generator=generator)
+    rows = rows.to(experts.gate_proj)
     grouped = experts.forward_grouped(rows, counts)
     error = relative_error([grouped.float()], [experts(rows, counts).float()])
     assert error < BF16_TOLERANCE, f"grouped matmuls differ from the loop by {error:.1e}"

@@ -559,7 +559,7 @@ def main() -> int:
     rows = [run(variant, config, batches, args, device) for variant in VARIANTS]
     bf16_rows = helper.changed_in_bf16(Mixture, device)
     checked = helper.check(rows, config, args)
-    checked.append(helper.check_grouped(Experts(args.experts, config).to(device)))
+    checked.append(helper.check_grouped(Experts, device))
     lesson.end(
         rows,
         columns=helper.COLUMNS,

@@ -60,7 +60,7 @@ from lm.generate import (
     speed,
     steps_of,
 )
-from lm.moe import Mixture
+from lm.moe import Load, Mixture
 
 # --- 1. the shards
 
@@ -106,8 +106,9 @@ def shard_experts(mixture: Mixture, mesh: DeviceMesh) -> None:
         shard = distribute_tensor(stack.detach(), mesh, [Shard(dimension)], src_data_rank=None)
         mixture.experts.register_parameter(name, nn.Parameter(shard))
 
-    def add_up(_module, _inputs, partial_sums: Tensor) -> Tensor:
-        return all_reduce(partial_sums, "sum", mesh)
+    def add_up(_module, _inputs, outputs: tuple[Tensor, Load]) -> tuple[Tensor, Load]:
+        partial_sums, load = outputs
+        return all_reduce(partial_sums, "sum", mesh), load
 
     mixture.register_forward_hook(add_up)
 

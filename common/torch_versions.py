@@ -34,7 +34,7 @@ all_gather_with_backward = first_of(
 all_to_all_with_backward = first_of(functional, "all_to_all_single_autograd", "all_to_all_single")
 
 # DistributedDataParallel(model, **KEEP_BUFFERS) does not send rank 0's buffers before each forward.
-# Rotary tables, the only buffers of lm/model.py, never change.
+# Rotary tables never change, and the bias of a router changes alike on all ranks.
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     KEEP_BUFFERS = {"forward_sync_buffers": False}
 else:

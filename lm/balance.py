@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common import runtime
 from common.exits import UserError
 from lm.model import Transformer
 from lm.moe import Mixture
@@ -68,6 +69,7 @@ class Balance:
         net.balance = self
         experts = self.mixtures[0].gate.out_features
         self.step_counts = torch.zeros(len(self.mixtures), experts, dtype=torch.long, device=device)
+        self.step_loss = torch.zeros((), device=device)
         self.counted_ahead: Tensor | None = None
 
     @torch.no_grad()
@@ -78,7 +80,8 @@ class Balance:
 
         Every rank must call this. `autocast` is the context of forward in the training loop.
         """
-        self.step_counts.zero_()  # of a measurement of memory
+        self.step_counts.zero_()
+        self.step_loss.zero_()
         self.counted_ahead = None
         if self.weight == 0 or self.batches.accumulation_steps == 1:
             return
@@ -105,26 +108,34 @@ class Balance:
         choices = counts.sum(dim=0)  # of all layers, [experts]
         k = self.mixtures[0].experts_per_token
         frequency = choices * k / choices.sum()  # f: the sum over experts is k
-        probability = torch.stack([mixture.mean_probability for mixture in self.mixtures])
+        probability = torch.stack([load.mean_probability for load in self.net.model.loads])
         experts = len(choices)
-        return self.weight * experts * (frequency * probability.mean(dim=0)).sum()
+        loss = self.weight * experts * (frequency * probability.mean(dim=0)).sum()
+        self.step_loss += loss.detach()
+        return loss
 
     @torch.no_grad()
     def end_step(self) -> dict[str, Tensor]:
         """Move the biases. Return what metrics.jsonl has of the step. Every rank must call this.
 
         expert_tokens: how many tokens chose each expert in each layer, [layers, experts].
+        balance_loss: what the loss has of it, times its weight, if the weight is not 0.
         """
         counts = over_ranks(self.step_counts)
-        self.step_counts.zero_()
         if self.bias_rate > 0:
             for mixture, load in zip(self.mixtures, counts.float(), strict=True):
-                mixture.bias += self.bias_rate * torch.sign(load.mean() - load)
-        return {"expert_tokens": counts}
+                step = self.bias_rate * torch.sign(load.mean() - load)
+                assert mixture.bias is not None
+                mixture.bias += step.to(mixture.bias.device)
+        values = {"expert_tokens": counts}
+        if self.weight > 0:
+            micro_batches = self.batches.accumulation_steps * runtime.ranks().world_size
+            values["balance_loss"] = over_ranks(self.step_loss) / micro_batches
+        return values
 
     def last_counts(self) -> Tensor:
         """Return the counts of the last forward on this rank, [layers, experts]."""
-        return torch.stack([mixture.counts for mixture in self.mixtures])
+        return torch.stack([load.counts for load in self.net.model.loads])
 
 
 def callbacks(

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.moe import Mixture
+from lm.moe import Load, Mixture
 from lm.shapes import Config
 
 
@@ -119,6 +119,7 @@ class Decoder(nn.Module):
         # A dict, not a list: layer 7 keeps its name in a stage that has only some layers.
         self.layers = nn.ModuleDict({str(i): Block(c, i) for i in range(c.num_hidden_layers)})
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.loads: list[Load] = []  # of the last forward, for lm/balance.py
         self._fill_rope_tables()
 
     def _fill_rope_tables(self) -> None:
@@ -159,14 +160,21 @@ class Decoder(nn.Module):
         # these buffers are on the CPU, too: .to(x.device) moves the rows to the GPU.
         cos = self.rope_cos[rows].unsqueeze(-2).to(x.device)
         sin = self.rope_sin[rows].unsqueeze(-2).to(x.device)
+        loads = []
         if cache is None:
             masks = () if mask is None else (mask,)
             for layer in self.layers.values():
                 x = layer(x, cos, sin, *masks)
+                if isinstance(x, tuple):  # of a mixture of experts
+                    x, load = x
+                    loads.append(load)
         else:
             mask = cache.mask(positions)
             for name, layer in self.layers.items():
                 x = layer(x, cos, sin, mask, cache.updater(name, positions))
+                if isinstance(x, tuple):
+                    x, _ = x
+        self.loads = loads
         if self.norm is not None:
             x = self.norm(x)
         return x
@@ -185,12 +193,21 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, update_cache=None) -> Tensor:
-        """Return [batch, tokens, hidden] for x of the same shape. Arguments: see Attention."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, update_cache=None
+    ) -> Tensor | tuple[Tensor, Load]:
+        """Return [batch, tokens, hidden] for x of the same shape. Arguments: see Attention.
+
+        A layer with experts also returns their load.
+        """
         x = x + self.self_attn(
             self.input_layernorm(x), cos, sin, mask=mask, update_cache=update_cache
         )
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.mlp(self.post_attention_layernorm(x))
+        if isinstance(y, tuple):  # of a mixture of experts
+            y, load = y
+            return x + y, load
+        return x + y
 
 
 class Attention(nn.Module):

@@ -8,6 +8,8 @@ of Hugging Face transformers, with one exception: the router computes in fp32.
 08_model_parallel/expert_parallel.py explains a mixture of experts step by step.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,28 +34,28 @@ class Mixture(nn.Module):
         """Add a bias, [experts], to the probabilities when experts are chosen. It starts at 0."""
         self.bias = torch.zeros(self.gate.out_features, device=self.gate.weight.device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [batch, tokens, hidden] for x of the same shape.
-
-        lm/balance.py reads what it leaves: counts and mean_probability, of the last forward.
-        """
+    def forward(self, x: Tensor) -> tuple[Tensor, "Load"]:
+        """Return [batch, tokens, hidden] for x of the same shape, and the load of the experts."""
         tokens = x.flatten(0, 1)  # [tokens, hidden]
         probabilities = self.route(tokens)
-        scores = probabilities if self.bias is None else probabilities + self.bias
+        scores = probabilities
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.device)  # weights that are offloaded: on the CPU
         choices = scores.topk(self.experts_per_token).indices  # [tokens, k]
         weights = probabilities.gather(-1, choices)
         if self.divide_by_sum:
             weights = weights / weights.sum(-1, keepdim=True)
-        self.counts = count(choices, self.gate.out_features)
-        self.mean_probability = probabilities.mean(dim=0)  # [experts]
+        counts = count(choices, self.gate.out_features)
+        load = Load(counts, probabilities.mean(dim=0))
 
         # Give each choice a row, and order the rows by expert.
         order = choices.flatten().argsort(stable=True)  # choices are numbered token * k + place
         rows = tokens[order // self.experts_per_token]
-        rows = self.experts(rows, self.counts)
+        rows = self.experts(rows, counts)
         # Back in the order of the tokens, the sum over k has a fixed order, without atomics.
         outputs = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
-        return (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1).view_as(x)
+        mixed = (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1)
+        return mixed.view_as(x), load
 
     def route(self, tokens: Tensor) -> Tensor:
         """Return the probability of each expert, [tokens, experts], in fp32.
@@ -62,6 +64,16 @@ class Mixture(nn.Module):
         """
         with torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.float(), self.gate.weight.float()).softmax(dim=-1)
+
+
+class Load(NamedTuple):
+    """How busy the experts of a layer are. lm/balance.py reads it.
+
+    It is a result, not an attribute of the module: activation checkpointing runs forward twice.
+    """
+
+    counts: Tensor  # how many tokens chose each expert, int64 [experts]
+    mean_probability: Tensor  # over the tokens, fp32 [experts]
 
 
 class Experts(nn.Module):
@@ -93,8 +105,8 @@ def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     """
     stack = local_shard(stack)  # in tensor parallelism, each expert is sharded by its channels
     stack = stack.to(rows.dtype)  # autocast does not know grouped_mm
-    # torch compiles and traces grouped_mm in bf16 only.
-    if rows.dtype == torch.bfloat16:
+    # torch compiles and traces grouped_mm in bf16 only, and with rows of multiples of 16 bytes.
+    if rows.dtype == torch.bfloat16 and stack.shape[1] % 8 == 0 and stack.shape[2] % 8 == 0:
         return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0).int())
     outputs = []
     for part, matrix in zip(rows.split(counts.tolist()), stack.unbind(), strict=True):

@@ -511,6 +511,8 @@ def _window(given: dict, model_type: str, where: str) -> float:
     """
     layers = given["num_hidden_layers"]
     layer_types = given.get("layer_types")
+    if model_type in MIXTURES:
+        layer_types = None  # transformers does not read it
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != layers:
             raise UserError(f"{where}: its layer_types are no list of {layers}: {layer_types!r}")
@@ -523,6 +525,8 @@ def _window(given: dict, model_type: str, where: str) -> float:
         has_window = "sliding_attention" in layer_types
     elif model_type in ("mistral", "mixtral"):
         has_window = True
+    elif model_type == "qwen3_moe":
+        has_window = given["use_sliding_window"]  # in all layers
     elif model_type in ("qwen2", "qwen3"):
         has_window = given["use_sliding_window"] and given["max_window_layers"] < layers
     else:
@@ -576,11 +580,13 @@ def _experts(given: dict, model_type: str, where: str) -> ExpertConfig:
     dense_layers = []
     if model_type == "qwen3_moe":
         listed = given["mlp_only_layers"]
-        if not isinstance(listed, list):
-            raise UserError(f"{where}: its mlp_only_layers are no list: {listed!r}")
+        if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+            raise UserError(f"{where}: its mlp_only_layers are no list of numbers: {listed!r}")
         for layer in range(given["num_hidden_layers"]):
             if layer in listed or (layer + 1) % given["decoder_sparse_step"]:
                 dense_layers.append(layer)
+    if len(dense_layers) == given["num_hidden_layers"]:
+        raise UserError(f"{where}: its mlp_only_layers and decoder_sparse_step leave no experts")
     weight = given["router_aux_loss_coef"] if given.get("output_router_logits") else 0.0
     norm = given["norm_topk_prob"] or model_type == "mixtral"
     return ExpertConfig(number, chosen, size, norm, tuple(dense_layers), weight)
@@ -623,9 +629,10 @@ def _experts_json(experts: ExpertConfig, family: str) -> dict:
     """Return the keys of a config.json that describe mixtures of experts."""
     content: dict = {
         "num_experts_per_tok": experts.num_experts_per_tok,
-        "router_aux_loss_coef": experts.balance_weight,
         "output_router_logits": experts.balance_weight > 0,
     }
+    if experts.balance_weight > 0:
+        content["router_aux_loss_coef"] = experts.balance_weight
     if family == "Mixtral":
         # The family has no key for the size of an expert, nor for what follows.
         content["num_local_experts"] = experts.num_experts

@@ -13,7 +13,7 @@ from common.exits import UserError
 from lm import shapes
 from lm.weights import build
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 ROPE = {
     "rope_type": "llama3",
     "factor": 2.0,
@@ -43,6 +43,24 @@ COMPLETE = {
     "max_window_layers": 1,
     "layer_types": ["full_attention", "full_attention"],
 }
+EXPERTS = {
+    "qwen3_moe": {
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [0],
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
+    "mixtral": {
+        "num_local_experts": 12,
+        "num_experts_per_tok": 3,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
+}
 # A file without one of these is no model's: transformers would make a model of 7B of it.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES += ("num_attention_heads",)
@@ -64,7 +82,8 @@ def of_transformers(folder: Path) -> dict:
     rope = config.rope_parameters
     heads = config.num_attention_heads
     layer_types = getattr(config, "layer_types", None) or []
-    has_window = config.model_type == "mistral" or "sliding_attention" in layer_types
+    kind = config.model_type
+    has_window = kind in ("mistral", "mixtral", "qwen3_moe") or "sliding_attention" in layer_types
     window = getattr(config, "sliding_window", None) if has_window else None
     scaling = None
     if rope["rope_type"] == "llama3":
@@ -83,8 +102,34 @@ def of_transformers(folder: Path) -> dict:
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "qkv_bias": config.model_type == "qwen2" or getattr(config, "attention_bias", False),
-        "qk_norm": config.model_type == "qwen3",
+        "qk_norm": config.model_type in ("qwen3", "qwen3_moe"),
+        "experts": experts_of_transformers(config),
     }
+
+
+def experts_of_transformers(config) -> shapes.ExpertConfig | None:
+    """Return what a config of transformers says about experts. Its code decides which layers."""
+    if config.model_type not in EXPERTS:
+        return None
+    dense = ()
+    size = config.intermediate_size
+    if config.model_type == "qwen3_moe":
+        size = config.moe_intermediate_size
+        layers = range(config.num_hidden_layers)
+        step = config.decoder_sparse_step
+        dense = tuple(i for i in layers if i in config.mlp_only_layers or (i + 1) % step)
+    return shapes.ExpertConfig(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        size,
+        getattr(config, "norm_topk_prob", True),
+        dense,
+        config.router_aux_loss_coef if config.output_router_logits else 0.0,
+    )
+
+
+def complete_config(family: str) -> dict:
+    return {"model_type": family, **COMPLETE, **EXPERTS.get(family, {})}
 
 
 def found(folder: Path) -> dict:
@@ -93,9 +138,11 @@ def found(folder: Path) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_missing_key_has_the_value_of_transformers(tmp_path, family):
-    complete = {"model_type": family, **COMPLETE}
+    complete = complete_config(family)
     assert found(write(tmp_path, complete)) == of_transformers(tmp_path)
-    for key in COMPLETE:
+    for key in complete:
+        if key == "model_type":
+            continue
         write(tmp_path, {name: value for name, value in complete.items() if name != key})
         if key in SIZES:
             with pytest.raises(UserError, match=f"lacks {key}"):
@@ -108,12 +155,12 @@ def test_a_missing_key_has_the_value_of_transformers(tmp_path, family):
 def test_null_has_the_value_of_transformers(tmp_path, family):
     nulls = ["sliding_window", "rope_scaling", "layer_types"]
     # Where these are missing here, null is an error in transformers.
-    if family != "mistral":
+    if family not in ("mistral", "mixtral", "qwen3_moe"):
         nulls.append("num_key_value_heads")
-    if family != "qwen3":
+    if family not in ("qwen3", "qwen3_moe"):
         nulls.append("head_dim")
     for key in nulls:
-        write(tmp_path, {"model_type": family, **COMPLETE, key: None})
+        write(tmp_path, {**complete_config(family), key: None})
         if key == "head_dim" and family == "qwen2":  # transformers reads it, and cannot build it
             assert found(tmp_path)["head_dim"] == 8
         else:
@@ -262,7 +309,9 @@ def test_the_planner_has_the_defaults_too(tmp_path):
         assert result.code == 0, result
         summaries.append({**result.summary, "model": None})
     assert summaries[0] == summaries[1]
-    for kind, value in product(("mixtral", "deepseek_v3"), (None, "4", -1)):
+    # Mixtral has a default for null
+    odd = [("deepseek_v3", None), *product(("mixtral", "deepseek_v3"), ("4", -1))]
+    for kind, value in odd:
         write(tmp_path / "odd", {**short, "model_type": kind, "num_experts_per_tok": value})
         result = run("07_memory_tricks/estimate.py", tmp_path, "--model", "odd")
         assert_refused(result, "--model odd")

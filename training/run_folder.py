@@ -145,8 +145,10 @@ def command_to_ask(folder: Path, step: int) -> str | None:
     """Return the shell command that asks the model that a run has after `step`.
 
     Return None if there is no such command: the run has not saved its model, or only adapters, or
-    its model is not one of lm/model.py, or the programs are not here.
+    its model is not one of lm/model.py, or has a bias of its router, or the programs are not here.
     """
+    if read_run(folder)["flags"].get("balance_bias"):
+        return None
     commands = []
     model = folder / "model"  # of finetune.py
     if not is_model(model):
