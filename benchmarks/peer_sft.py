@@ -4,7 +4,7 @@
 
 Both train all weights of a small Llama with random weights, in fp32 on the CPU. A global batch is
 the whole epoch of 40 chats, so that both see the same chats at each step, in any order. Packed
-chats are in rows of at most 512 tokens; each row is a micro-batch. TRL needs trl and datasets.
+chats are in rows of at most 512 tokens; each row is a micro-batch. It needs trl and datasets.
 
 What to look at: the largest difference of a loss, which must be below 1e-5, and the ratio of the
 times. A time is the median of a run's steps. The sides take turns.
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +33,7 @@ CHATS = 40
 PACKED_ROWS = 11  # of at most SEQ_LEN tokens: both pack the chats of write_chats into so many
 SEQ_LEN = 512
 LR = 1e-3
+PACKAGES = ("trl", "datasets", "transformers")
 SIDES = ("finetune.py", "SFTTrainer")
 TOLERANCE = 1e-5
 TEMPLATE = (
@@ -166,7 +168,8 @@ def compare(folder: Path, packing: bool, rounds: int) -> list[list[str]]:
     for _ in range(rounds):
         for side in SIDES:
             command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
-            command += ["--packing"] * packing
+            if packing:
+                command.append("--packing")
             start(command, 600, {"TOKENIZERS_PARALLELISM": "false"}, folder)
             runs[side].append(json.loads((folder / "result.json").read_text(encoding="utf-8")))
             shutil.rmtree(folder / "run", ignore_errors=True)
@@ -201,6 +204,9 @@ def main() -> int:
     if args.side:
         run_side(args.side, args.folder, args.packing)
         return 0
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise exits.UserError(f"{missing[0]} is missing: pip install {' '.join(PACKAGES)}")
     rows = [["chats", "side", "of a step", "median", "lowest", "highest", "n"]]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
