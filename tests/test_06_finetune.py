@@ -294,6 +294,25 @@ def test_int4_weights_are_those_of_the_lesson_in_shards_and_peft_loads_their_ada
     assert_refused(train(SCRIPT, tmp_path / "1", *again, code=2), "--weights auto", "int4")
 
 
+def test_a_layer_in_4_bits_has_the_gradients_of_its_dequantized_weight():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(80, 8)  # the last group of a row is padded
+    in_4_bits = lora.QLoRALinear(linear, rank=4, alpha=12)
+    torch.nn.init.normal_(in_4_bits.lora_B)
+    linear.weight.data = in_4_bits.frozen_weight()
+    plain = lora.LoRALinear(linear, rank=4, alpha=12)
+    x = torch.randn(5, 80)
+    found = {}
+    for layer in (in_4_bits, plain):
+        layer.lora_A.data = in_4_bits.lora_A.data
+        layer.lora_B.data = in_4_bits.lora_B.data
+        own_x = x.clone().requires_grad_()
+        output = layer(own_x)
+        output.square().sum().backward()
+        found[layer] = [output, own_x.grad, layer.lora_A.grad, layer.lora_B.grad]
+    torch.testing.assert_close(found[in_4_bits], found[plain])
+
+
 def test_epochs_are_steps_and_the_model_that_is_written_is_the_best(tmp_path, folder):
     flags = (
         "--data",
