@@ -39,7 +39,8 @@ from lm.hf_folder import (
     write_adapter,
     write_folder,
 )
-from lm.weights import build, random_weight
+from lm.weight_files import StoredWeights
+from lm.weights import BAR_DELAY, build, random_weight
 from training.batches import PADDING
 from training.digest import local_part
 
@@ -78,6 +79,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=target_modules,
         metavar="NAMES",
         help="layers with adapters, such as q_proj,v_proj (default: all-linear)",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("auto", "int4"),
+        default="auto",
+        help="how adapted matrices are stored: in --dtype, or in 4.5 bits a weight (QLoRA)",
     )
     parser.add_argument(
         "--too-long",
@@ -143,7 +150,18 @@ def choose_adapters(args) -> None:
         args.alpha = args.alpha or 2 * args.adapters
         args.dropout = args.dropout or 0.0
         args.target_modules = args.target_modules or lora.TARGET_MODULES
+        # a resumed run has them as a list
+        if args.weights == "int4" and len(args.target_modules) < len(lora.TARGET_MODULES):
+            raise exits.UserError(
+                "--weights int4 stores the matrices that have adapters in 4 bits, and "
+                f"--target-modules {','.join(args.target_modules)} leaves some out: use all-linear"
+            )
         return
+    if args.weights == "int4":
+        raise exits.UserError(
+            "--weights int4 is of frozen weights, and --adapters is 0: add --adapters 16, "
+            "or leave it out"
+        )
     for flag in ("alpha", "dropout", "target_modules"):
         if getattr(args, flag) is not None:
             raise exits.UserError(
@@ -569,6 +587,23 @@ def init_adapters(net: nn.Module, seed: int) -> None:
             parameter.zero_()
 
 
+def quantize_weights(net: nn.Module, model_name: str) -> None:
+    """Fill the QLoRALinear layers with the weights of a Hugging Face folder.
+
+    A rank reads its rows of one matrix, and quantizes them, before it reads the next one.
+    """
+    stored = StoredWeights(Path(model_name), "--model")
+    layers = {}
+    for name, module in net.named_modules():
+        if isinstance(module, lora.QLoRALinear):
+            layers[name] = module
+    names = report.progress_bar(list(layers), "quantizing", unit="tensor", delay=BAR_DELAY)
+    for name in names:
+        codes, (rows, _) = local_part(layers[name].codes)
+        weight = stored.read(f"{name}.weight", (rows, slice(None)))
+        layers[name].quantize(weight.to(codes.device))
+
+
 # 4 Answers to held-out questions
 
 
@@ -678,8 +713,14 @@ def write_folders(
     tensors = {}  # on the meta device
     for name, weight in net.named_parameters():
         weights[name] = weight.detach()
-        if "lora_" in name:
+        owner, _, kind = name.rpartition(".")
+        if kind in ("lora_A", "lora_B"):
             trained.append(name)
+        elif kind in ("scale", "minimum"):
+            continue  # of 4 bits, with the codes
+        elif kind == "codes":
+            shape = (layers[owner].out_features, layers[owner].in_features)
+            tensors[f"{owner}.weight"] = torch.empty(shape, dtype=dtype, device="meta")
         else:
             tensors[name] = torch.empty(weight.shape, dtype=dtype, device="meta")
 

@@ -140,7 +140,11 @@ def parse_flags(description: str) -> argparse.Namespace:
     add("--search", action="store_true", help="every layout: the best eight; given sizes are kept")
     add("--inference", action="store_true", help="weights and KV cache instead of a training step")
     add("--concurrency", type=cli.positive_int, help="sequences of --seq-len tokens in the cache")
-    add("--weights", choices=inference.WEIGHTS, help="of --inference (default: bf16)")
+    add(
+        "--weights",
+        choices=inference.WEIGHTS,
+        help="of --inference (default: bf16); int4: also of the matrices beside --adapters",
+    )
     add("--group-size", type=cli.positive_int, help="weights per scale of int4 (default: 32)")
     add("--kv-cache-dtype", choices=inference.CACHE_DTYPES, help="default: bf16")
     add("--json", type=cli.writable_file, metavar="PATH", help="write the answer as one object")
@@ -165,6 +169,10 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"{flag} is of training, and --inference does not read it: leave it out"
             )
+        if name == "weights" and args.weights == "int4":
+            if not (args.inference or args.adapters):
+                raise ValueError("--weights int4 needs --inference, or --adapters: add one of them")
+            continue
         if not args.inference and name in SERVING:
             raise ValueError(f"{flag} is of serving, and is read with --inference only")
     if args.group_size and args.weights != "int4":
@@ -335,6 +343,7 @@ def make_plan(args: argparse.Namespace, shape: Shape) -> Plan:
         optimizer=args.optimizer,
         loss=args.loss,
         adapters=args.adapters,
+        weights="int4" if args.weights == "int4" else "auto",
         on_cpu=args.device == "cpu",
     )
     if args.search:

@@ -112,12 +112,13 @@ def layout_answer(shape: Shape, plan: Plan, memory: Memory, where: machine.Machi
 
 def describe(shape: Shape, plan: Plan, where: machine.Machine) -> str:
     """Return what is computed, in two lines: the script, and the settings that matter."""
+    matmuls = f"{plan.dtype}, frozen in 4 bits" if plan.weights == "int4" else plan.dtype
     compiled = "compiled" if plan.compile else "eager"
     batch = f"{plan.micro_batches} x {plan.micro_batch_size} sequences of {plan.seq_len:,} tokens"
     trained_here = not (shape.experts or shape.kv_rank or plan.ring)
     by = "by" if trained_here else "(not trained here) as by"
     return (
-        f"{shape.name} {by} {script_of(plan)} on {plan.gpus} x {where.device}: {plan.dtype}, "
+        f"{shape.name} {by} {script_of(plan)} on {plan.gpus} x {where.device}: {matmuls}, "
         f"{compiled}, {plan.loss_method} loss, checkpointing {plan.checkpointing}\n"
         f"a step: {batch} (micro-batches x size) on each of {plan.dp} data-parallel ranks"
     )

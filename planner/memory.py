@@ -80,14 +80,15 @@ def always(size: float) -> dict[str, float]:
 def weights(rank: Rank) -> Row:
     """Return the row of the weights: 4 bytes for each parameter, sharded under FSDP and ZeRO-3.
 
-    Frozen matrices beside LoRA's A and B have the bytes of --dtype.
+    Frozen matrices beside LoRA's A and B have the bytes of --dtype, or 4.5 bits a weight.
     """
     size = weight_bytes(rank)
     held = f"{rank.held(3):,.0f} parameters"
     if rank.plan.shards > 1 and rank.plan.zero == 3:
         held = f"{rank.all_parameters:,.0f} parameters / {rank.plan.shards} ranks"
     if rank.plan.adapters:
-        words = f"{held}, frozen, x {rank.e} bytes + {rank.trained(3):,.0f} of A and B x 4"
+        each = rank.frozen_bytes(rank.frozen_size) / rank.all_parameters
+        words = f"{held}, frozen, x {each:.3g} bytes + {rank.trained(3):,.0f} of A and B x 4"
     else:
         words = f"{held} x 4 bytes (fp32)"
     if rank.plan.zero == 3:
@@ -98,7 +99,8 @@ def weights(rank: Rank) -> Row:
 def weight_bytes(rank: Rank) -> float:
     """Return the bytes of the weights that the rank holds between steps."""
     if rank.plan.adapters:
-        return rank.held(3) * rank.e + 4 * rank.trained(3)
+        each = rank.frozen_bytes(rank.frozen_size) / rank.all_parameters
+        return rank.held(3) * each + 4 * rank.trained(3)
     return 4 * rank.held(3)
 
 
@@ -317,18 +319,19 @@ def gathered_weights(rank: Rank) -> Row:
     if rank.weights_stay_gathered:
         words = f"{rank.all_parameters:,.0f} parameters x {size} bytes: gathered once a step"
         return Row("gathered weights", always(rank.all_parameters * size), words)
-    blocks = 2 * rank.largest_layer
-    cells = always((blocks + rank.root) * size)
+    block = rank.gathered_layer if rank.plan.is_fsdp else rank.largest_layer * size
+    root = rank.root * size
+    cells = always(2 * block + root)
     if rank.gradients_stay_whole:
-        at_first_block = max(blocks + rank.root, rank.all_parameters) * size
+        at_first_block = max(2 * block + root, rank.all_parameters * size)
         cells["first MLP"] = at_first_block
         cells["first attention"] = at_first_block
     else:
         for moment in BEFORE_BACKWARD:
-            cells[moment] -= rank.largest_layer * size
+            cells[moment] -= block
     words = (
-        f"(2 blocks x {rank.largest_layer:,.0f} + {rank.root:,.0f} of embedding and head) "
-        f"x {size} bytes"
+        f"2 blocks x {rank.largest_layer:,.0f} parameters x {block / rank.largest_layer:.3g} bytes "
+        f"+ {rank.root:,.0f} of embedding and head x {size}"
     )
     return Row("gathered weights", cells, f"{words}: fully_shard")
 
@@ -340,7 +343,7 @@ def gathered_in_two_groups(rank: Rank) -> Row:
     keeps the buffer of the last gather beside the weights that it copied from it. A compiled loss
     is inside the group of the head, whose backward starts with the gather of the last block.
     """
-    block = rank.largest_layer * rank.e
+    block = rank.gathered_layer
     head = rank.embedding * rank.e
     in_forward = head if rank.plan.shards == 1 else 2 * head
     cells = {
@@ -352,10 +355,24 @@ def gathered_in_two_groups(rank: Rank) -> Row:
         "first attention": 2 * block,
         "evaluation": in_forward,
     }
-    words = (
-        f"2 blocks x {rank.largest_layer:,.0f} x {rank.e} bytes, or {rank.embedding:,.0f} of head"
-    )
+    each = f"{block / rank.largest_layer:.3g}"
+    words = f"2 blocks x {rank.largest_layer:,.0f} x {each} bytes, or {rank.embedding:,.0f} of head"
     return Row("gathered weights", cells, f"{words}: fully_shard")
+
+
+def dequantized_weights(rank: Rank) -> Row:
+    """Return the row of the matrix that is dequantized when backward reads it.
+
+    Its codes have a byte each while its numbers are made of them.
+    """
+    if rank.plan.weights != "int4":
+        return Row("dequantized matrix", {}, "no weights are in 4 bits")
+    size = 1 + rank.e
+    shape = rank.shape
+    largest = shape.hidden * shape.ffn
+    cells = dict.fromkeys(("last block", "first MLP"), largest * size)
+    cells["first attention"] = shape.hidden * shape.q_width * size
+    return Row("dequantized matrix", cells, f"{largest:,.0f} weights x {size} bytes, one at a time")
 
 
 def reduced_gradients(rank: Rank) -> Row:
@@ -436,6 +453,7 @@ PARTS = (
     kept_activations,
     logits,
     gathered_weights,
+    dequantized_weights,
     reduced_gradients,
     casts,
     buffers,

@@ -21,6 +21,7 @@ LOSSES = {
     "chunked": "head and loss in eight chunks, of which one is alive (--loss chunked)",
 }
 CHUNKS = 8  # of lm/loss.py, which needs torch
+GROUP = 64  # of lm/lora.py: so many weights in 4 bits share a scale and a minimum
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Plan:
     optimizer: str = "adamw"
     loss: str | None = None  # None: what the script computes, see loss_method
     adapters: int = 0  # rank of LoRA's A and B beside frozen matrices; 0: all weights are trained
+    weights: str = "auto"  # frozen matrices of blocks: in dtype, or "int4", in 4.5 bits a weight
     on_cpu: bool = False
 
     @property
@@ -155,6 +157,8 @@ def check(shape: Shape, plan: Plan) -> None:
             f"--adapters {plan.adapters} is of 06_fsdp_zero/finetune.py: "
             "a Llama, --tp, --pp and --cp 1"
         )
+    if plan.weights == "int4" and not plan.adapters:
+        raise ValueError("--weights int4 is of frozen weights: add --adapters 16, or leave it out")
     if plan.uses_deepspeed and not one_way:
         raise ValueError(
             f"--zero {plan.zero} by DeepSpeed (06_fsdp_zero/train_zero.py) has --tp, --pp and "
@@ -189,6 +193,7 @@ def _check_values(plan: Plan) -> None:
         "optimizer": OPTIMIZERS,
         "loss": (None, *LOSSES),
         "schedule": STAGES_PER_RANK,
+        "weights": ("auto", "int4"),
     }
     for name, known in choices.items():
         value = getattr(plan, name)

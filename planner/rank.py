@@ -1,7 +1,7 @@
 """One rank of a plan, with the sizes that its bytes and seconds follow from."""
 
 from lm.stages import split_layers, stages_of_rank
-from planner.plan import DTYPES, Plan
+from planner.plan import DTYPES, GROUP, Plan
 from planner.shape import Shape, count
 
 
@@ -60,6 +60,7 @@ class Rank:
         # Parts of a layer's matrices: those before attention's kernel, and all before down_proj.
         attention = shape.attention_matrices()
         self.qkv_matrices = count(attention[:-1]) / plan.tp
+        self.layer_matrices = count(attention) + count(shape.feed_forward_matrices(shape.ffn))
         self.before_down = (count(attention) + 2 * shape.hidden * shape.ffn) / plan.tp
 
         # Under autocast the residual stream is fp32, and matmuls cast the fp32 weights. FSDP casts
@@ -69,6 +70,16 @@ class Rank:
         self.cast_size = 0
         if under_autocast and plan.dtype != "fp32":
             self.cast_size = self.e
+
+        # Bytes of a weight in the matrices of blocks, as adapters hold and gather them. In 4 bits a
+        # group's scale and minimum are held in bf16, and gathered in --dtype.
+        self.frozen_size: float = self.e
+        self.gathered_size: float = self.e
+        if plan.weights == "int4":
+            self.frozen_size = 0.5 + 2 * 2 / GROUP
+            self.gathered_size = 0.5 + 2 * self.e / GROUP
+        self.gathered_layer = self.largest_layer * self.e
+        self.gathered_layer += self.layer_matrices * (self.gathered_size - self.e)
 
         # Tokens, and micro-batches that wait for backward. 1F1B starts one for each later stage.
         # Interleaved, a rank starts twice as many, and one for each rank before it goes on to its
@@ -97,6 +108,11 @@ class Rank:
             return self.all_parameters
         experts = self.expert_parameters / self.plan.expert_shards
         return self.parameters / self.plan.shards + experts
+
+    def frozen_bytes(self, size: float) -> float:
+        """Return the bytes of all frozen weights if those in 4 bits have `size` bytes each."""
+        in_blocks = self.layer_matrices * self.layers
+        return self.all_parameters * self.e + in_blocks * (size - self.e)
 
     def trained(self, since: int) -> float:
         """Return the same of the parameters that are trained: with adapters only A and B."""

@@ -91,6 +91,17 @@ def attention_flops(rank: Rank) -> float:
     return 2 * rank.own_tokens * widths * plan.seq_len * computed
 
 
+def dequantization_size(rank: Rank) -> float:
+    """Return the bytes that the kernels move for each weight that they dequantize.
+
+    Compiled, they read 4 bits and write a number. Eager, they take two codes from each byte and
+    join the two, 1 + 1 + 2 bytes, multiply by the scale and add the minimum.
+    """
+    if rank.plan.compile:
+        return 0.5 + rank.e
+    return 1 + 1 + 2 + (1 + rank.e) + 2 * rank.e
+
+
 def attention_seconds(rank: Rank, machine: Machine) -> float:
     """Return the seconds of one layer's attention in forward. Backward has 2.5 times the FLOPs."""
     assert machine.peak_flops is not None
@@ -272,6 +283,10 @@ def layer_causes(rank: Rank, machine: Machine, *, experts: bool) -> dict[str, fl
     attention = attention_seconds(rank, machine)
     forward = machine.moved(rank.own_tokens * forward_kernel_bytes(rank, experts=experts))
     backward = machine.moved(rank.own_tokens * backward_kernel_bytes(rank, experts=experts))
+    if plan.weights == "int4":
+        dequantized = machine.moved(rank.layer_matrices * dequantization_size(rank))
+        forward += dequantized
+        backward += dequantized
     tensor = tensor_seconds(rank, machine, experts=experts)
     context = context_seconds(rank, machine)
     expert = expert_seconds(rank, machine) if experts else 0.0
@@ -384,7 +399,8 @@ def fsdp_seconds(rank: Rank, machine: Machine, busy: float) -> float:
     if plan.adapters:
         reduced = rank.layer_adapters * rank.layers
 
-    communication = gathers * gather_parameters(rank, machine, rank.e)
+    size = rank.frozen_bytes(rank.gathered_size) / rank.all_parameters
+    communication = gathers * gather_parameters(rank, machine, size)
     communication += reduces * gather_parameters(rank, machine, 4) * reduced / rank.all_parameters
     replicas = 4 * reduced / plan.shards
     communication += 2 * machine.gather(plan.replicate, plan.tp * plan.shards, replicas)
@@ -393,8 +409,8 @@ def fsdp_seconds(rank: Rank, machine: Machine, busy: float) -> float:
     gathered = gathers * rank.all_parameters
     if not rank.weights_stay_gathered:
         gathered -= (gathers / 2) * rank.root
-    in_stream = machine.moved(2 * rank.e * gathered, measured.STREAM)
-    beside = machine.moved((4 + 3 * rank.e) * gathered + (rank.e + 12) * reduces * reduced)
+    in_stream = machine.moved(2 * size * gathered, measured.STREAM)
+    beside = machine.moved((4 + 3 * size) * gathered + (rank.e + 12) * reduces * reduced)
     return in_stream + behind(times * busy, communication + beside)
 
 

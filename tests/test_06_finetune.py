@@ -253,6 +253,66 @@ def test_killed_and_resumed_on_other_ranks_it_ends_alike_and_saves_adapters_alon
     assert_refused(train(SCRIPT, tmp_path, *flags, "--resume", code=2), "--data", *other)
 
 
+def test_int4_weights_are_those_of_the_lesson_in_shards_and_peft_loads_their_adapters(
+    tmp_path, folder
+):
+    peft = pytest.importorskip("peft")
+    lesson = load("07_memory_tricks/lora.py")
+    flags = (*FLAGS, "--model", folder, "--adapters", RANK, "--weights", "int4", "--seed", 1)
+    flags += ("--steps", 20, "--lr", 1e-2)
+    runs = {n: train(SCRIPT, tmp_path / str(n), *flags, nproc=n) for n in (1, 2, 3)}
+    losses = runs[1].column("loss")
+    assert losses[-1] < 0.9 * losses[0]
+    held = runs[1].summary["parameter_bytes_per_rank"]
+    for nproc in (2, 3):
+        for column in ("loss", "grad_norm", "val_loss"):
+            found = runs[nproc].column(column)
+            assert found == pytest.approx(runs[1].column(column), rel=1e-5), column
+        share = runs[nproc].summary["parameter_bytes_per_rank"] / held
+        assert share == pytest.approx(1 / nproc, rel=0.1)  # padding: 32 rows on 3 ranks
+
+    base = read(folder)
+    in_4_bits = 0
+    for name, module in base.model.layers.named_modules():
+        if name.endswith("_proj"):
+            columns = module.in_features
+            module.weight.data = F.pad(module.weight.data, (0, -columns % lesson.GROUP))
+            layer = lesson.QLoRALinear(module, RANK, ALPHA)
+            module.weight.data = layer.frozen_weight()[:, :columns].contiguous()
+            in_4_bits += layer.codes.nbytes + layer.scale.nbytes + layer.minimum.nbytes
+    others = sum(p.nbytes for name, p in base.named_parameters() if "_proj.weight" not in name)
+    adapters = runs[1].summary["optimizer_bytes_per_rank"] / 2
+    assert held == pytest.approx(in_4_bits + others + adapters, abs=100)
+    tokens = torch.arange(64)[None]
+    written = read(tmp_path / "3/run/model")(tokens)
+    assert (
+        error(peft.PeftModel.from_pretrained(base, tmp_path / "3/run/adapter")(tokens), written)
+        < 1e-5
+    )
+
+    again = (*flags, "--resume", "--weights", "auto")
+    assert_refused(train(SCRIPT, tmp_path / "1", *again, code=2), "--weights auto", "int4")
+
+
+def test_a_layer_in_4_bits_has_the_gradients_of_its_dequantized_weight():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(80, 8)  # the last group of a row is padded
+    in_4_bits = lora.QLoRALinear(linear, rank=4, alpha=12)
+    torch.nn.init.normal_(in_4_bits.lora_B)
+    linear.weight.data = in_4_bits.frozen_weight()
+    plain = lora.LoRALinear(linear, rank=4, alpha=12)
+    x = torch.randn(5, 80)
+    found = {}
+    for layer in (in_4_bits, plain):
+        layer.lora_A.data = in_4_bits.lora_A.data
+        layer.lora_B.data = in_4_bits.lora_B.data
+        own_x = x.clone().requires_grad_()
+        output = layer(own_x)
+        output.square().sum().backward()
+        found[layer] = [output, own_x.grad, layer.lora_A.grad, layer.lora_B.grad]
+    torch.testing.assert_close(found[in_4_bits], found[plain])
+
+
 def test_epochs_are_steps_and_the_model_that_is_written_is_the_best(tmp_path, folder):
     flags = (
         "--data",
@@ -413,6 +473,16 @@ REFUSALS = {  # lines of --data, flags, what the message has to name
     "too few": (3 * PAIR, "", ("--data", "--global-batch-size")),
     "all too long": (8 * PAIR, "--seq-len 4", ("--seq-len 4",)),
     "random weights": (8 * PAIR, "--model nano --adapters 4", ("--adapters 4", "nano")),
+    "int4 without adapters": (
+        8 * PAIR,
+        "--adapters 0 --weights int4",
+        ("--weights int4", "--adapters 16"),
+    ),
+    "int4 of some": (
+        8 * PAIR,
+        "--target-modules q_proj --weights int4",
+        ("--weights int4", "--target-modules q_proj"),
+    ),
     "fp16": (8 * PAIR, "--dtype fp16", ("--dtype fp16",)),
     "over the model's limit": (
         "".join(json.dumps({"prompt": str(i), "completion": "b" * 200}) + "\n" for i in range(9)),

@@ -384,6 +384,21 @@ def test_training(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device"), [(2, "NVIDIA L40S"), (8, "NVIDIA GeForce RTX 4090")], ids=["48GB", "24GB"]
+)
+def test_a_70b_in_4_bits_with_adapters_fits_on_small_cards(tmp_path, gpus, device):
+    flags = ("--model", "llama-70b", "--gpus", gpus, "--device", device, "--adapters", 16)
+    flags += ("--weights", "int4", "--checkpointing", "full", "--micro-batch-size", 1)
+    found = answer(tmp_path, *flags, "--seq-len", 4096)
+    in_blocks = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    others = 2 * (70_553_706_496 - in_blocks)
+    adapters = 4 * found["optimizer_bytes"] / 8
+    expected = (in_blocks * 4.5 / 8 + others) / gpus + adapters
+    assert found["weight_bytes"] == pytest.approx(expected)
+    assert found["fits"]
+
+
 def test_inference(tmp_path):
     flags = ("--model", "llama3-8b", "--inference", "--concurrency", 128, "--seq-len", 1024)
     summary = answer(tmp_path, *flags)
@@ -467,6 +482,7 @@ REFUSED = {  # flags: words of the message
     "--inference --zero 3": ("--zero",),
     "--zero 1 --tp 2": ("--zero 1", "train_zero.py"),
     "--ring": ("--ring", "--cp"),
+    "--weights int4": ("--weights int4", "--adapters"),
     "--schedule interleaved": ("--schedule interleaved", "--pp"),
     "--cp 8 --seq-len 1000 --gpus 8": ("--cp", "16", "1000"),
 }

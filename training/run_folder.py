@@ -54,6 +54,7 @@ def read_run(folder: Path) -> dict[str, dict]:
     if settings.get("--adapters"):
         settings.setdefault("--alpha", 2 * settings["--adapters"])
         settings.setdefault("--dropout", 0.0)
+        settings.setdefault("--weights", "auto")
         settings.setdefault(
             "--target-modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
         )
