@@ -25,7 +25,10 @@ def checkpoint_blocks(net: Transformer, method: str) -> None:
         return
     for block in net.model.layers.values():
         if method == "selective":
-            block.forward = selectively_checkpointed(block.forward, down_proj_shape(block.mlp))
+            # Results of experts are all kept: backward reads the last one, too. torch.compile wants
+            # the same shape in all blocks.
+            shape = down_proj_shape(block.mlp) if net.config.experts is None else ()
+            block.forward = selectively_checkpointed(block.forward, shape)
         else:
             block.forward = checkpointed(block.forward)
 
@@ -102,7 +105,7 @@ def selective_contexts(last_matmul: tuple[int, ...], attention: set[str]) -> tup
         is_matmul = name in ("aten::mm", "aten::addmm")  # addmm is a matmul with a bias
         if is_matmul and args[-1].shape != last_matmul:
             return CheckpointPolicy.MUST_SAVE
-        if name == "aten::_grouped_mm":  # of experts; backward reads the last one, too
+        if name == "aten::_grouped_mm":  # of experts
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
