@@ -234,7 +234,7 @@ SMALLER_GRPO = {
 
 @pytest.mark.parametrize("script", ["grpo", "distill"])
 def test_two_ranks_learn_from_their_own_samples(tmp_path, script):
-    """Whose checks hold: trainer and server agree, the ranks have the same weights."""
+    """Whose check holds: trainer and server agree."""
     source = (ROOT / f"10_post_training/{script}.py").read_text(encoding="utf-8")
     for text, smaller in SMALLER_GRPO.items():
         assert source.count(text) == 1, text
@@ -261,7 +261,7 @@ def test_learning_from_samples_at_the_size_of_a_gpu(tmp_path):
     assert result.code == 0, result
     assert "nogpu: " not in result.err, result
     summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
-    assert summary["steps"] == 2
+    assert len(summary["history"]) == 2
     assert 0 < summary["peak_memory_bytes"] <= MOST_BYTES
 
 
