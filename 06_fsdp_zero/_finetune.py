@@ -50,6 +50,7 @@ QUESTIONS = 3
 PROMPT_TOKENS = 32  # of a text
 ANSWER_TOKENS = 8  # each one takes a forward over everything before it
 LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
+COMPARED_TOKENS = 64  # of a prompt: the logits of each take 4 bytes per entry of the vocabulary
 
 
 # 1 Flags
@@ -595,35 +596,41 @@ def questions(
 
 
 @torch.no_grad()
-def greedy(
-    net: nn.Module, prompts: list[list[int]], stops: frozenset[int], device
-) -> list[list[int]]:
+def greedy(net: nn.Module, chat: Chat, prompts: list[list[int]], device) -> list[list[int]]:
     """Return at most ANSWER_TOKENS of the likeliest tokens behind each prompt.
 
     All prompts are one batch, without a cache. Every rank has to call this, because a sharded model
-    gathers its weights in forward; all continue with the tokens of rank 0.
+    gathers its weights in forward; all continue with the tokens of rank 0. A model may have more
+    tokens than its tokenizer: these are not chosen.
     """
     net.eval()
     answers = [[] for _ in prompts]
+    rows = []
 
     def is_done(answer: list[int]) -> bool:
-        return len(answer) == ANSWER_TOKENS or bool(stops.intersection(answer))
+        return len(answer) == ANSWER_TOKENS or bool(chat.stops.intersection(answer))
 
+    def last_of_each(_, inputs: tuple[Tensor]) -> Tensor:
+        (hidden,) = inputs  # [prompts, tokens, hidden]
+        last = [len(row) - 1 for row in rows]
+        return hidden[range(len(rows)), last]
+
+    # The head computes one row of logits for each prompt. With a vocabulary of 128k, those of all
+    # tokens of long prompts could take gigabytes.
+    hook = net.lm_head.register_forward_pre_hook(last_of_each)
     while not all(is_done(answer) for answer in answers):
         rows = []
         for prompt, answer in zip(prompts, answers, strict=True):
             rows.append(torch.tensor(prompt + answer))
         # padded at the end, where causal attention does not look
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = net(tokens.to(device))  # [prompts, tokens, vocabulary]
-        chosen = []
-        for row, row_logits in zip(rows, logits, strict=True):
-            chosen.append(row_logits[len(row) - 1].argmax())
-        next_tokens = torch.stack(chosen)
+        logits = net(tokens.to(device))  # [prompts, vocabulary]
+        next_tokens = logits[:, : chat.vocab_size].argmax(dim=-1)
         dist.broadcast(next_tokens, 0)
         for answer, token in zip(answers, next_tokens.tolist(), strict=True):
             if not is_done(answer):
                 answer.append(token)
+    hook.remove()
     net.train()
     return answers
 
@@ -774,7 +781,7 @@ def logits_error(
     device: torch.device,
 ) -> float:
     """Return |ours - transformers'| / |transformers'| of the prompt's logits, as norms."""
-    tokens = torch.tensor([prompt], device=device)
+    tokens = torch.tensor([prompt[-COMPARED_TOKENS:]], device=device)
     expected = reference.read_transformers(folder, device)(tokens).logits
     ours = build(str(folder), config, seed=0, device=device).eval()
     found = ours(tokens)

@@ -262,7 +262,7 @@ def main() -> int:
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
-    answer = partial(_finetune.greedy, prompts=prompts, stops=chat.stops, device=device)
+    answer = partial(_finetune.greedy, chat=chat, prompts=prompts, device=device)
     val_loss_before = evaluate(model, held_out, device)
     answers_before = answer(model)
 

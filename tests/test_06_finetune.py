@@ -404,6 +404,25 @@ def test_an_answer_that_the_template_rewrites_is_a_row_of_its_own(tmp_path):
     assert answers == ["assistant ä 0<|im_end|>\n", "assistant ä 1<|im_end|>\n"]
 
 
+def test_a_model_with_more_tokens_than_bytes_answers_with_bytes_as_transformers_would(tmp_path):
+    """Also with 2 ranks, each of which holds a part of the head."""
+    folder = tmp_path / "model"
+    write_folder(folder, config_of({**QWEN, "vocab_size": 1000}), scale=4)
+    flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--steps", 1, "--dtype", "fp32")
+    result = train(SCRIPT, tmp_path, *flags, "--save-dtype", "fp32", nproc=2)
+    helper, chat = load("06_fsdp_zero/_finetune.py"), chats.byte_chat()
+    records = [chats.read_conversation(record) for _, record in chats.read_records(str(PAIRS))]
+    held_out = sorted(records, key=helper.hash_of)[:3]
+    prompts = helper.questions(chat, held_out, shapes.read_config(str(folder)))
+    model = read(tmp_path / "run/model")
+    for prompt, found in zip(prompts, result.summary["answers"], strict=True):
+        answer = []
+        while len(answer) < helper.ANSWER_TOKENS and chat.end not in answer:
+            logits = model(torch.tensor([prompt + answer])).logits[0, -1]
+            answer.append(logits[: chat.vocab_size].argmax().item())
+        assert found == chat.decode(answer)
+
+
 PAIR = '{"prompt": "a", "completion": "b"}\n'
 REFUSALS = {  # lines of --data, flags, what the message has to name
     "no file": (None, "", ("chats.jsonl",)),
