@@ -439,7 +439,8 @@ def test_a_model_with_more_tokens_than_bytes_answers_with_bytes_as_transformers_
     write_folder(folder, config_of({**QWEN, "vocab_size": 1000}), scale=4)
     flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--steps", 1, "--dtype", "fp32")
     result = train(SCRIPT, tmp_path, *flags, "--save-dtype", "fp32", nproc=2)
-    helper, chat = load("06_fsdp_zero/_finetune.py"), chats.byte_chat()
+    helper = load("06_fsdp_zero/_finetune.py")
+    chat = chats.byte_chat()
     records = [chats.read_conversation(record) for _, record in chats.read_records(str(PAIRS))]
     held_out = sorted(records, key=helper.hash_of)[:3]
     prompts = helper.questions(chat, held_out, shapes.read_config(str(folder)))
