@@ -40,9 +40,10 @@ from lm.hf_folder import (
     write_folder,
 )
 from lm.weight_files import StoredWeights
-from lm.weights import BAR_DELAY, build, random_weight
+from lm.weights import BAR_DELAY, build, random_weight, read_config
 from training.batches import PADDING
 from training.digest import local_part
+from training.run_folder import read_run
 
 MODEL = "model"  # what finetune.py writes into the folder of a run
 ADAPTER = "adapter"
@@ -50,14 +51,32 @@ FOLDERS = (MODEL, ADAPTER)
 QUESTIONS = 3
 PROMPT_TOKENS = 32  # of a text
 ANSWER_TOKENS = 8  # each one takes a forward over everything before it
+HELPS = {  # where finetune.py has other defaults than the other training scripts
+    "model": "an HF folder, or a model without weights: nano, wide, llama-124m, -1b, -8b, ... "
+    "(default: models/smollm2-135m if it is there, else nano)",
+    "data": ".jsonl file of chats; several: A,B (all of each), A:0.7,B:0.3 (mixed by weight) "
+    "(default: the pairs of 07_memory_tricks/lora.py)",
+    "eval_data": "evaluate on the chats of these files, and train on all of --data (default: hold "
+    "out 5 %% of --data)",
+    "seq_len": "most tokens of a row; see --too-long",
+    "global_batch_size": "rows per step, all ranks",
+    "micro_batch_size": "rows per rank and forward (default: a rank's share)",
+    "steps": "optimizer steps; may grow on --resume",
+    "lr": "peak learning rate (default: the model's, and ten times that for adapters)",
+    "warmup_steps": "steps of warm-up",
+    "dtype": "of matmuls and frozen weights (auto: bf16 or fp32); not fp16",
+    "compile": "torch.compile the blocks (default: off)",
+}
 LARGEST_COMPARED = 4e9  # bytes of a folder that transformers reads again
+COMPARED_TOKENS = 64  # of a prompt: the logits of each take 4 bytes per entry of the vocabulary
 
 
 # 1 Flags
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that other training scripts do not have."""
+def add_flags(parser: cli.Parser) -> None:
+    """Add the flags that other training scripts do not have, and say where defaults differ."""
+    parser.set_helps(HELPS)
     parser.add_argument(
         "--adapters",
         type=cli.natural,
@@ -134,7 +153,8 @@ def choose_adapters(args) -> None:
         raise exits.UserError(
             "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
         )
-    shapes.read_config(args.model)  # raises for an unknown model
+    read_config(args.model)  # raises for an unknown model
+    check_mixtures(args)
     has_weights = shapes.has_weights(args.model)
     if args.adapters is None:
         args.adapters = 16 if has_weights else 0
@@ -162,11 +182,38 @@ def choose_adapters(args) -> None:
             "--weights int4 is of frozen weights, and --adapters is 0: add --adapters 16, "
             "or leave it out"
         )
+    # a run with adapters, whose flags a resume has: checkpoint.Run names --adapters
+    earlier = read_run(args.run_dir)["flags"] if args.resume else {}
     for flag in ("alpha", "dropout", "target_modules"):
-        if getattr(args, flag) is not None:
+        if getattr(args, flag) is not None and earlier.get(flag) is None:
             raise exits.UserError(
                 f"--{flag.replace('_', '-')} is of adapters, and --adapters is 0: leave it out"
             )
+
+
+def check_mixtures(args) -> None:
+    """Raise UserError for weights of --data or --eval-data that do not fit the other flags."""
+    if args.eval_data is not None and has_mixture_weights("--eval-data", args.eval_data):
+        raise exits.UserError(
+            f"--eval-data {args.eval_data}: evaluation reads all of each part: remove the weights"
+        )
+    if not has_mixture_weights("--data", args.data):
+        return
+    if args.packing:
+        raise exits.UserError(
+            f"--packing: the weights of --data {args.data} count rows, which packing joins: "
+            "leave the weights out, or --packing"
+        )
+    if args.epochs is not None:
+        raise exits.UserError(
+            f"--epochs {args.epochs:g}: each part of a mixture has epochs of its own: use --steps, "
+            "or --data without weights"
+        )
+
+
+def has_mixture_weights(flag: str, value: str) -> bool:
+    """Return whether the parts of a value have weights, as in a.jsonl:0.7,b.jsonl:0.3."""
+    return cli.split_mixture(flag, value)[0][1] is not None
 
 
 # 2 Rows: what a training step reads
@@ -214,8 +261,19 @@ class Rows(torch.utils.data.Dataset):
         return len(self.rows[i].tokens) - 1
 
     def mean_length(self) -> float:
-        """Return the mean number of inputs in a row."""
-        return sum(map(self.length, range(len(self)))) / len(self)
+        """Return the mean number of inputs in a row, by the weights of a mixture."""
+        means = []
+        weights = []
+        first = 0
+        for count, weight in self.mixture or [(len(self), 1.0)]:
+            means.append(sum(map(self.length, range(first, first + count))) / count)
+            weights.append(weight)
+            first += count
+        return float(np.average(means, weights=weights))
+
+    def sha256(self) -> str:
+        """Return a hash of the rows."""
+        return hash_of_rows(self.rows)
 
     def longest(self) -> int:
         """Return the number of inputs in the longest row."""
@@ -366,7 +424,7 @@ def load_chats(args, chat: Chat, chat_rows: Callable) -> tuple[data.Corpus, list
 
     train_rows = [row for _, _, row in train]
     check_enough(args, train_rows, held_out_rows, chats)
-    print_rows(chat, train_rows, len({key for key, _, _ in train}))
+    print_rows(chat, train_rows, len({key for key, _, _ in train}), args.seq_len)
     longest = max(len(row.tokens) - 1 for row in train_rows + held_out_rows)
     args.seq_len = min(args.seq_len, longest)
 
@@ -408,6 +466,9 @@ def read_chats(flag: str, args, chat: Chat, chat_rows: Callable) -> Chats:
                 chats.left_out["messages behind the last answer"].append(place)
             key = hash_of(conversation)
             for ids, counts in rows:
+                if not any(counts[1:]):  # such as an empty text: eos alone
+                    chats.left_out["rows without a target"].append(place)
+                    continue
                 if len(ids) - 1 > args.seq_len:
                     chats.longest_left_out = max(chats.longest_left_out, len(ids) - 1)
                     ids = ids[: args.seq_len + 1]
@@ -454,11 +515,10 @@ def mixture_of(args, train: list[tuple[str, int, Row]]) -> list[tuple[int, float
 
     Raise UserError for a file without a row to train on.
     """
-    parts = cli.split_mixture("--data", args.data)
-    if parts[0][1] is None:
+    if not has_mixture_weights("--data", args.data):
         return None
     mixture = []
-    for number, (name, weight) in enumerate(parts):
+    for number, (name, weight) in enumerate(cli.split_mixture("--data", args.data)):
         count = sum(1 for _, part, _ in train if part == number)
         if count == 0:
             raise exits.UserError(
@@ -536,8 +596,11 @@ def check_enough(args, train_rows: list[Row], held_out_rows: list[Row], chats: C
     raise exits.UserError(f"--data {args.data} has {found}, and {needed}: {fix}")
 
 
-def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
-    """Print the size of an epoch, and the first row, with its targets between >> and <<."""
+def print_rows(chat: Chat, rows: list[Row], chats: int, seq_len: int) -> None:
+    """Print the size of an epoch, and the first row, with its targets between >> and <<.
+
+    Rows of seq_len inputs may have been cut, and then say nothing about the end of an answer.
+    """
     tokens = sum(len(row.tokens) for row in rows)
     targets = sum(int(row.counts.sum()) for row in rows)
     runtime.print0(
@@ -558,10 +621,11 @@ def print_rows(chat: Chat, rows: list[Row], chats: int) -> None:
     runtime.print0(
         f"the first row, {len(row.tokens)} tokens, {row.counts.sum()} of them targets:\n  {text!r}"
     )
-    answer = row.tokens[row.counts].tolist()
-    if not chat.stops.intersection(answer):
+    answers = [row.tokens[row.counts].tolist() for row in rows if len(row.tokens) <= seq_len]
+    if answers and not chat.stops.intersection(answers[0]):
+        answer = answers[0]
         runtime.print0(
-            f"  its answer ends with {chat.decode(answer[-2:])!r}, and generation stops at "
+            f"  an answer ends with {chat.decode(answer[-2:])!r}, and generation stops at "
             f"{chat.decode(sorted(chat.stops))!r} alone: add the token that ends an answer to "
             "eos_token_id in generation_config.json"
         )
@@ -630,35 +694,41 @@ def questions(
 
 
 @torch.no_grad()
-def greedy(
-    net: nn.Module, prompts: list[list[int]], stops: frozenset[int], device
-) -> list[list[int]]:
+def greedy(net: nn.Module, chat: Chat, prompts: list[list[int]], device) -> list[list[int]]:
     """Return at most ANSWER_TOKENS of the likeliest tokens behind each prompt.
 
     All prompts are one batch, without a cache. Every rank has to call this, because a sharded model
-    gathers its weights in forward; all continue with the tokens of rank 0.
+    gathers its weights in forward; all continue with the tokens of rank 0. A model may have more
+    tokens than its tokenizer: these are not chosen.
     """
     net.eval()
     answers = [[] for _ in prompts]
+    rows = []
 
     def is_done(answer: list[int]) -> bool:
-        return len(answer) == ANSWER_TOKENS or bool(stops.intersection(answer))
+        return len(answer) == ANSWER_TOKENS or bool(chat.stops.intersection(answer))
 
+    def last_of_each(_, inputs: tuple[Tensor]) -> Tensor:
+        (hidden,) = inputs  # [prompts, tokens, hidden]
+        last = [len(row) - 1 for row in rows]
+        return hidden[range(len(rows)), last]
+
+    # The head computes one row of logits for each prompt. With a vocabulary of 128k, those of all
+    # tokens of long prompts could take gigabytes.
+    hook = net.lm_head.register_forward_pre_hook(last_of_each)
     while not all(is_done(answer) for answer in answers):
         rows = []
         for prompt, answer in zip(prompts, answers, strict=True):
             rows.append(torch.tensor(prompt + answer))
         # padded at the end, where causal attention does not look
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = net(tokens.to(device))  # [prompts, tokens, vocabulary]
-        chosen = []
-        for row, row_logits in zip(rows, logits, strict=True):
-            chosen.append(row_logits[len(row) - 1].argmax())
-        next_tokens = torch.stack(chosen)
+        logits = net(tokens.to(device))  # [prompts, vocabulary]
+        next_tokens = logits[:, : chat.vocab_size].argmax(dim=-1)
         dist.broadcast(next_tokens, 0)
         for answer, token in zip(answers, next_tokens.tolist(), strict=True):
             if not is_done(answer):
                 answer.append(token)
+    hook.remove()
     net.train()
     return answers
 
@@ -815,7 +885,7 @@ def logits_error(
     device: torch.device,
 ) -> float:
     """Return |ours - transformers'| / |transformers'| of the prompt's logits, as norms."""
-    tokens = torch.tensor([prompt], device=device)
+    tokens = torch.tensor([prompt[-COMPARED_TOKENS:]], device=device)
     expected = reference.read_transformers(folder, device)(tokens).logits
     ours = build(str(folder), config, seed=0, device=device).eval()
     found = ours(tokens)

@@ -12,9 +12,9 @@ with three changes.
    each of N ranks, with --weights int4 it takes 0.56 / N. A trained weight takes 16 / N.
 
     laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/finetune.py
-    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/finetune.py \
+    one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/finetune.py --run-dir runs/70b \
               --model models/llama-70b --data chats.jsonl --adapters 16 --checkpointing full \
-              --seq-len 4096 --global-batch-size 32 --steps 500 --run-dir runs/70b
+              --seq-len 4096 --global-batch-size 32 --micro-batch-size 1 --steps 500
     cluster   the same on every node, but in place of --standalone
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
 
@@ -168,7 +168,7 @@ def shard_model(model, args, device) -> None:
 
 
 def main() -> int:
-    parser = flags.TrainingParser(__doc__)
+    parser = flags.TrainingParser(__doc__, experts=False)
     _finetune.add_flags(parser)
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
@@ -213,11 +213,6 @@ def main() -> int:
     held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
     train_rows = rows
     if args.packing:  # once, before the first step: epochs and batches are of packed rows
-        if corpus.mixture is not None:
-            raise exits.UserError(
-                f"--packing: the weights of --data {args.data} count rows, which packing joins: "
-                "leave the weights out, or --packing"
-            )
         train_rows = _finetune.PackedRows(corpus.train, packed_length)
         args.seq_len = max(args.seq_len, train_rows.longest())
     batches = Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
@@ -239,8 +234,24 @@ def main() -> int:
         f"{args.model}, {args.dtype} matmuls, {world_size} x {hardware.device_name(device)}"
     )
 
-    # 3. The model: frozen weights and adapters, or all weights. Each rank holds a shard of each.
+    # 3. The run's folder. Errors come now, and not after minutes of loading weights.
     config = weights.load_config(args.model, corpus.vocab_size, rows.seq_len)
+    base = {"weights of --model": weights.fingerprint(args.model)}
+    settings = flags.settings(args, data=corpus.sha256, model=repr(config), **base)
+    settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
+    if args.packing:
+        settings["--packing"] = train_rows.longest()
+    if args.adapters:
+        settings["--alpha"] = args.alpha
+        settings["--dropout"] = args.dropout
+        settings["--target-modules"] = ",".join(args.target_modules)
+        settings["--weights"] = args.weights
+    if args.eval_data is not None:
+        # other chats for evaluation may be longer, and the run has to resume with them
+        settings["--seq-len"] = batches.train.longest()
+    run = checkpoint.Run(args, settings=settings)
+
+    # 4. The model: frozen weights and adapters, or all weights. Each rank holds a shard of each.
     model = weights.build(args.model, config, seed=args.seed, device="meta")
     if args.adapters:  # before fully_shard, so that A and B are in the group of their block
         # Frozen weights are never updated, so bf16 is enough. A and B get small updates, so they
@@ -272,25 +283,10 @@ def main() -> int:
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
-    answer = partial(_finetune.greedy, prompts=prompts, stops=chat.stops, device=device)
+    answer = partial(_finetune.greedy, chat=chat, prompts=prompts, device=device)
     val_loss_before = evaluate(model, held_out, device)
     answers_before = answer(model)
 
-    # 4. Checkpoints. With --adapters they hold the adapters only.
-    base = {"weights of --model": weights.fingerprint(args.model)}
-    settings = flags.settings(args, data=corpus.sha256, model=repr(config), **base)
-    settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
-    if args.packing:
-        settings["--packing"] = train_rows.longest()
-    if args.adapters:
-        settings["--alpha"] = args.alpha
-        settings["--dropout"] = args.dropout
-        settings["--target-modules"] = ",".join(args.target_modules)
-        settings["--weights"] = args.weights
-    if args.eval_data is not None:
-        # other chats for evaluation may be longer, and the run has to resume with them
-        settings["--seq-len"] = batches.train.longest()
-    run = checkpoint.Run(args, settings=settings)
     training = {"net": model, "optimizer": optimizer, "scheduler": scheduler}
     start_step = checkpoint.resume(run, **training) if args.resume else 0
     stream = batches.stream(start_step, pin=device.type == "cuda", num_workers=args.num_workers)
@@ -305,6 +301,7 @@ def main() -> int:
         dtype=args.dtype,
         tensorboard=args.tensorboard,
         wandb=args.wandb,
+        held_out=held_out_rows.sha256(),
     )
     run.remember_flags(args, batches.micro_batch_size)
 
@@ -357,9 +354,10 @@ def main() -> int:
     if stop:
         meter.print_stop(stop, step, args.keep)
 
-    best_step = None
+    best = None
     if args.keep_best and step == args.steps:
-        best_step = checkpoint.load_best(run, **training)
+        best = checkpoint.load_best(run, **training)
+    losses = {} if best is None else {"val_loss": best.val_loss}  # that of model/
     answers = answer(model) if step == args.steps else []
 
     # 6. Check that the trained weights are fp32 and the same on all ranks.
@@ -383,7 +381,8 @@ def main() -> int:
 
     # 7. Write the folders for other programs, and the summary.
     # For --json alone.
-    details = {"weights_sha256": digests[0], "best_step": best_step, **bytes_per_rank, **padding}
+    details = {"weights_sha256": digests[0], **bytes_per_rank, **padding}
+    details["best_step"] = best.step if best else None
     if step == args.steps:  # also if a signal came in the last step
         save_dtype = runtime.DTYPES[args.save_dtype]
         _finetune.write_folders(model, chat, run.folder, args, save_dtype, mark)
@@ -403,6 +402,7 @@ def main() -> int:
         json_path=args.json,
         details=details,
         val_loss_before=val_loss_before,
+        **losses,
     )
     runtime.shutdown()
     return exits.REQUEUE_EXIT_CODE if stop and step < args.steps else 0

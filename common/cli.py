@@ -58,6 +58,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the flags)")
 
+    def set_helps(self, helps: dict[str, str]) -> None:
+        """Set the help of flags by name, as set_defaults sets their defaults."""
+        for action in self._actions:
+            action.help = helps.get(action.dest, action.help)
+
     def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
             super()._check_value(action, value)

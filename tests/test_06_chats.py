@@ -518,6 +518,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path, expected):
     assert told[0].endswith(f"3 ends of rows, cut to --seq-len {length}: line 1, line 2, line 3")
     assert told[1].endswith(f"1 rows longer than --seq-len {length}: line 4")
     assert "an epoch: 3 chats, 3 rows" in result.out  # one is held out
+    assert "eos_token_id" not in result.out  # since the answer has no end, it says nothing of it
 
 
 def test_a_text_is_what_the_tokenizer_makes_of_it_and_an_end(models):

@@ -19,6 +19,7 @@ from support.harness import (
     assert_refused,
     checkpoints,
     config_of,
+    damage,
     drop_after,
     in_long,
     needs_compiler,
@@ -30,6 +31,7 @@ from support.harness import (
 from lm import chats, lora, shapes, weights
 from training.batches import PADDING, Batches
 from training.optim import lr_factor
+from training.run_folder import best_first
 
 SCRIPT = "06_fsdp_zero/finetune.py"
 PAIRS = ROOT / "07_memory_tricks/lora_instructions.jsonl"
@@ -248,6 +250,8 @@ def test_killed_and_resumed_on_other_ranks_it_ends_alike_and_saves_adapters_alon
     assert resumed.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
     assert resumed.summary["val_loss"] == pytest.approx(whole.summary["val_loss"], rel=1e-5)
     drop_after(tmp_path, 4)
+    without = train(SCRIPT, tmp_path, *flags, "--adapters", 0, "--resume", code=2)
+    assert_refused(without, f"--adapters 0 (was {RANK})")
     other = ("--adapters 2", "--alpha 3.0", "--dropout 0.1", "--target-modules q_proj")
     flags += (*" ".join(other).split(), "--data", mixture[1].replace("0.7", "0.6"))
     assert_refused(train(SCRIPT, tmp_path, *flags, "--resume", code=2), "--data", *other)
@@ -338,6 +342,31 @@ def test_epochs_are_steps_and_the_model_that_is_written_is_the_best(tmp_path, fo
     written = read(tmp_path / "run/model").state_dict()
     for name, weight in saved(tmp_path, best)["model"].items():
         assert torch.equal(weight, written[name])
+    assert result.summary["val_loss"] == min(losses)
+
+    # The best is damaged, and no other checkpoint has a loss: the last weights are kept.
+    damage(tmp_path / f"run/step-{best:08d}", "one bit")
+    metrics = tmp_path / "run/metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [x for x in lines if "val_loss" not in x or json.loads(x)["step"] == best]
+    metrics.write_text("".join(kept), encoding="utf-8")
+    resumed = run(SCRIPT, tmp_path, *flags, "--resume", "--json", "summary.json")
+    assert resumed.code == 0, resumed
+    assert resumed.summary["best_step"] is None
+    assert f"step-{best:08d} is broken" in resumed.out
+    written = read(tmp_path / "run/model").state_dict()
+    for name, weight in saved(tmp_path, 8)["model"].items():
+        assert torch.equal(weight, written[name])
+
+
+def test_losses_on_other_held_out_data_are_not_compared(tmp_path):
+    records = []
+    for step, (val_loss, held_out) in enumerate([(1.0, "a"), (3.0, "b"), (2.0, "b")], 1):
+        records.append({"step": step, "val_loss": val_loss, "held_out": held_out})
+        (tmp_path / f"step-{step:08d}").mkdir()
+    lines = [json.dumps(record) + "\n" for record in records]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    assert [checkpoint.step for checkpoint in best_first(tmp_path)] == [3, 2]
 
 
 def test_dropout_is_that_of_peft_and_of_training_alone():
@@ -464,6 +493,26 @@ def test_an_answer_that_the_template_rewrites_is_a_row_of_its_own(tmp_path):
     assert answers == ["assistant ä 0<|im_end|>\n", "assistant ä 1<|im_end|>\n"]
 
 
+def test_a_model_with_more_tokens_than_bytes_answers_with_bytes_as_transformers_would(tmp_path):
+    """Also with 2 ranks, each of which holds a part of the head."""
+    folder = tmp_path / "model"
+    write_folder(folder, config_of({**QWEN, "vocab_size": 1000}), scale=4)
+    flags = ("--model", folder, "--data", PAIRS, "--seq-len", 128, "--steps", 1, "--dtype", "fp32")
+    result = train(SCRIPT, tmp_path, *flags, "--save-dtype", "fp32", nproc=2)
+    helper = load("06_fsdp_zero/_finetune.py")
+    chat = chats.byte_chat()
+    records = [chats.read_conversation(record) for _, record in chats.read_records(str(PAIRS))]
+    held_out = sorted(records, key=helper.hash_of)[:3]
+    prompts = helper.questions(chat, held_out, shapes.read_config(str(folder)))
+    model = read(tmp_path / "run/model")
+    for prompt, found in zip(prompts, result.summary["answers"], strict=True):
+        answer = []
+        while len(answer) < helper.ANSWER_TOKENS and chat.end not in answer:
+            logits = model(torch.tensor([prompt + answer])).logits[0, -1]
+            answer.append(logits[: chat.vocab_size].argmax().item())
+        assert found == chat.decode(answer)
+
+
 PAIR = '{"prompt": "a", "completion": "b"}\n'
 REFUSALS = {  # lines of --data, flags, what the message has to name
     "no file": (None, "", ("chats.jsonl",)),
@@ -483,6 +532,12 @@ REFUSALS = {  # lines of --data, flags, what the message has to name
         "--target-modules q_proj --weights int4",
         ("--weights int4", "--target-modules q_proj"),
     ),
+    "a mixture of experts": ("", "--model nano-moe", ("nano-moe", "experts")),
+    "packing of weights": ("", "--data chats.jsonl:1,b:1 --packing", ("--packing", "weights")),
+    "epochs of weights": ("", "--data chats.jsonl:1,b:1 --epochs 1", ("--epochs 1", "weights")),
+    "weights of --eval-data": ("", "--eval-data a:1,b:2", ("--eval-data", "weights")),
+    "a flag of experts": ("", "--balance-loss 1", ("--balance-loss",)),
+    "rows without a target": ('{"text": "\\u0000"}\n', "", ("1 rows without a target",)),
     "fp16": (8 * PAIR, "--dtype fp16", ("--dtype fp16",)),
     "over the model's limit": (
         "".join(json.dumps({"prompt": str(i), "completion": "b" * 200}) + "\n" for i in range(9)),
@@ -500,6 +555,14 @@ def test_bad_input_is_refused_in_one_line(tmp_path, folder):
             (own_folder / "chats.jsonl").write_text(lines, encoding="utf-8")
         given = ("--device", "cpu", "--data", "chats.jsonl", "--model", folder, *flags.split())
         assert_refused(run(SCRIPT, own_folder, *given), *words)
+
+
+def test_tokens_per_step_follow_the_weights_of_a_mixture():
+    """The first part has rows of one input, the second of nine, and weights of 3 : 1."""
+    helper = load("06_fsdp_zero/_finetune.py")
+    rows = [helper.Row(np.zeros(n, np.int32), np.ones(n, bool)) for n in (2, 2, 2, 2, 10)]
+    assert helper.Rows(rows, 9, [(4, 0.75), (1, 0.25)]).mean_length() == 3
+    assert helper.Rows(rows, 9).mean_length() == 13 / 5
 
 
 def test_a_template_that_asks_otherwise_than_it_writes_is_refused(tmp_path):

@@ -60,6 +60,8 @@ from training.lock import InUseError, Lock
 from training.run_folder import (
     RUN_FILE,
     RUN_FILES,
+    Evaluated,
+    best_first,
     file_sha256,
     find_best,
     find_damage,
@@ -188,16 +190,14 @@ class Run:
         damaged.
         """
         checkpoints = on_rank0(lambda: list_checkpoints(self.folder))
-        rank, world_size, _ = ranks()
         damaged = []
         for path in reversed(checkpoints):
-            problems = all_gather(find_damage(path, rank, world_size))
-            problems = [problem for problem in problems if problem is not None]
-            if not problems:
+            problem = _damage(path)
+            if problem is None:
                 on_rank0(lambda: _move_aside(damaged))
                 print0(f"resuming from {path}")
                 return path
-            print0(f"checkpoint {path} is broken ({problems[0]}): trying the one before")
+            print0(f"checkpoint {path} is broken ({problem}): trying the one before")
             damaged.append(path)
         if damaged:
             raise UserError(
@@ -410,15 +410,28 @@ def resume(run: Run, net, optimizer, scheduler, scaler=None) -> int:
     return _load(path, run, net, optimizer, scheduler, scaler)
 
 
-def load_best(run: Run, net, optimizer, scheduler, scaler=None) -> int:
-    """Load the checkpoint of `run` with the lowest held-out loss. Return its step.
+def load_best(run: Run, net, optimizer, scheduler, scaler=None) -> Evaluated | None:
+    """Load the intact checkpoint of `run` with the lowest held-out loss, and return it.
 
-    All ranks must call this, after run.wait().
+    Load nothing, and return None, if no intact checkpoint was evaluated. All ranks must call this,
+    after run.wait().
     """
-    best = on_rank0(lambda: find_best(run.folder))
-    assert best is not None, f"{run.folder} has no checkpoint that was evaluated"
-    print0(f"the lowest held-out loss, {best.val_loss:.4f}, is that of {best.folder}")
-    return _load(best.folder, run, net, optimizer, scheduler, scaler)
+    for best in on_rank0(lambda: best_first(run.folder)):
+        problem = _damage(best.folder)
+        if problem is None:
+            print0(f"the lowest held-out loss, {best.val_loss:.4f}, is that of {best.folder}")
+            _load(best.folder, run, net, optimizer, scheduler, scaler)
+            return best
+        print0(f"checkpoint {best.folder} is broken ({problem}): trying the next best")
+    print0(f"{run.folder} has no intact checkpoint that was evaluated: the last weights are kept")
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None. The ranks share the work."""
+    rank, world_size, _ = ranks()
+    problems = all_gather(find_damage(path, rank, world_size))
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _load(path: Path, run: Run, net, optimizer, scheduler, scaler) -> int:

@@ -52,6 +52,7 @@ class Meter:
         dtype: fp32, bf16 or fp16. With fp16 a gradient norm may be infinite, see `log`
         tensorboard: also write event files for TensorBoard
         wandb: also log to Weights & Biases
+        held_out: a hash of the held-out data, for --keep-best; None if it cannot change
 
     Without flops_per_token or peak_flops, MFU is None in the records, and log lines leave it out.
     Raise UserError if the run is past `steps` already, or if W&B does not accept it.
@@ -70,6 +71,7 @@ class Meter:
         dtype: str,
         tensorboard: bool = False,
         wandb: bool = False,
+        held_out: str | None = None,
     ) -> None:
         if start_step > steps:
             raise UserError(f"--steps {steps}: the run in {folder} is at step {start_step} already")
@@ -81,6 +83,7 @@ class Meter:
         self.peak_flops = peak_flops
         self.device = device
         self.dtype = dtype
+        self.held_out = held_out
         _, self.world_size, _ = ranks()
 
         # The whole run's records, on rank 0, and where they go beside metrics.jsonl.
@@ -216,6 +219,8 @@ class Meter:
             raise UserError(f"the held-out loss is {val_loss} after step {step}: lower --lr")
         if is_rank0():
             record: dict = {"step": step, "val_loss": val_loss}
+            if self.held_out is not None:
+                record["held_out"] = self.held_out
             line = f"step {step:>6} | held-out loss {val_loss:.4f}"
             if sample is not None:
                 record["sample"] = sample

@@ -94,16 +94,26 @@ class Evaluated(NamedTuple):
 
 def find_best(folder: Path) -> Evaluated | None:
     """Return the checkpoint with the lowest held-out loss, or None if none was evaluated."""
+    return next(iter(best_first(folder)), None)
+
+
+def best_first(folder: Path) -> list[Evaluated]:
+    """Return the checkpoints that were evaluated on the newest held-out data, the best first.
+
+    Where records say what data was held out, those of other data cannot be compared: --eval-data
+    may change on a resume.
+    """
+    records = [record for record in read_records(folder / "metrics.jsonl") if "val_loss" in record]
     losses = {}
-    for record in read_records(folder / "metrics.jsonl"):
-        if "val_loss" in record:
+    for record in records:
+        if record.get("held_out") == records[-1].get("held_out"):
             losses[record["step"]] = record["val_loss"]
-    best = None
+    evaluated = []
     for path in list_checkpoints(folder):
         step = int(path.name.removeprefix("step-"))
-        if step in losses and (best is None or losses[step] < best.val_loss):
-            best = Evaluated(step, path, losses[step])
-    return best
+        if step in losses:
+            evaluated.append(Evaluated(step, path, losses[step]))
+    return sorted(evaluated, key=lambda checkpoint: checkpoint.val_loss)
 
 
 def read_records(file: Path) -> list[dict]:
