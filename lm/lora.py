@@ -100,8 +100,10 @@ class QLoRALinear(LoRALinear):
 
     def frozen_weight(self) -> Tensor:
         """Return the dequantized W in fp32, [out, in], sharded as the codes are."""
-        held = [local_part(p.detach())[0] for p in (self.codes, self.scale, self.minimum)]
-        weight = dequantize_int4(*held, self.in_features, torch.float32)
+        codes, _ = local_part(self.codes.detach())
+        scale, _ = local_part(self.scale.detach())
+        minimum, _ = local_part(self.minimum.detach())
+        weight = dequantize_int4(codes, scale, minimum, self.in_features, torch.float32)
         if not hasattr(self.codes, "placements"):
             return weight
         from torch.distributed.tensor import DTensor
@@ -156,7 +158,8 @@ class Int4Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        weight = dequantize_int4(*ctx.saved_tensors, ctx.in_features, gradient.dtype)
+        codes, scale, minimum = ctx.saved_tensors
+        weight = dequantize_int4(codes, scale, minimum, ctx.in_features, gradient.dtype)
         return gradient @ weight, None, None, None
 
 

@@ -67,7 +67,7 @@ class Mixture(nn.Module):
 
 
 class Load(NamedTuple):
-    """How busy the experts of a layer are. lm/balance.py reads it.
+    """The tokens and probabilities of the experts of a layer. lm/balance.py reads them.
 
     It is a result, not an attribute of the module: activation checkpointing runs forward twice.
     """

@@ -370,8 +370,11 @@ def dequantized_weights(rank: Rank) -> Row:
     size = 1 + rank.e
     shape = rank.shape
     largest = shape.hidden * shape.ffn
-    cells = dict.fromkeys(("last block", "first MLP"), largest * size)
-    cells["first attention"] = shape.hidden * shape.q_width * size
+    cells: dict[str, float] = {
+        "last block": largest * size,
+        "first MLP": largest * size,
+        "first attention": shape.hidden * shape.q_width * size,
+    }
     return Row("dequantized matrix", cells, f"{largest:,.0f} weights x {size} bytes, one at a time")
 
 
