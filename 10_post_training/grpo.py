@@ -515,8 +515,8 @@ def main():
     if args.stale == 0 and args.server_dtype == "fp32":  # a server with the same weights
         mismatch = max(numbers["mismatch"] for numbers in history)
         assert mismatch < 1e-5, f"trainer and server differ: mismatch {mismatch:.1e}"
-        assert before < 0.3, f"{before:.3f} before: the sizes in this file give less than 0.3"
-        assert after > 0.9, f"{after:.3f} after: the sizes in this file give more than 0.9"
+        assert before < 0.3, f"{before:.3f} before: the default settings give less than 0.3"
+        assert after > 0.9, f"{after:.3f} after: the default settings give more than 0.9"
         if rank == 0:
             print(f"checked: trainer and server agree: mismatch at most {mismatch:.1e}")
             print("checked: held-out accuracy rises from below 0.3 to above 0.9")
