@@ -484,6 +484,12 @@ def main():
         if args.json:
             args.json.write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
+    weight_sum = sum(weight.double().sum().item() for weight in server.parameters())
+    weight_sums = [0.0] * world_size
+    dist.all_gather_object(weight_sums, weight_sum)
+    assert len(set(weight_sums)) == 1, f"the servers have different weights: {weight_sums}"
+    if rank == 0:
+        print(f"checked: the servers of all ranks ({world_size}) have the same weights")
     if args.stale == 0 and args.server_dtype == "fp32":  # a server with the same weights
         mismatch = max(numbers["mismatch"] for numbers in history)
         assert mismatch < 1e-5, f"trainer and server differ: mismatch {mismatch:.1e}"

@@ -512,12 +512,21 @@ def main():
         if args.json:
             args.json.write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
+    weight_sum = sum(weight.double().sum().item() for weight in server.parameters())
+    weight_sums = [0.0] * world_size
+    dist.all_gather_object(weight_sums, weight_sum)
+    assert len(set(weight_sums)) == 1, f"the servers have different weights: {weight_sums}"
+    if rank == 0:
+        print(f"checked: the servers of all ranks ({world_size}) have the same weights")
     if args.stale == 0 and args.server_dtype == "fp32":  # a server with the same weights
         mismatch = max(numbers["mismatch"] for numbers in history)
         assert mismatch < 1e-5, f"trainer and server differ: mismatch {mismatch:.1e}"
         assert before < 0.3, f"{before:.3f} before: the default settings give less than 0.3"
         assert after > 0.9, f"{after:.3f} after: the default settings give more than 0.9"
+        counted = sum(numbers["loss_tokens"] / numbers["tokens"] for numbers in history) / STEPS
+        assert 0 < counted < 1, f"{counted:.0%} of the tokens are in groups of unequal rewards"
         if rank == 0:
+            print(f"checked: groups of equal rewards are left out: {1 - counted:.0%} of the tokens")
             print(f"checked: trainer and server agree: mismatch at most {mismatch:.1e}")
             print("checked: held-out accuracy rises from below 0.3 to above 0.9")
     dist.destroy_process_group()

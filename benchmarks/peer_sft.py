@@ -12,7 +12,6 @@ times. A time is the median of a run's steps. The sides take turns.
 
 import json
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -93,15 +92,14 @@ def run_finetune(folder: Path, packing: bool) -> list[float]:
     flags = f"--model {folder}/model --data {folder}/chats.jsonl --eval-data {folder}/eval.jsonl "
     flags += f"--adapters 0 --dtype fp32 --device cpu --seq-len {SEQ_LEN} --steps {STEPS} "
     flags += f"--global-batch-size {rows} --micro-batch-size {1 if packing else CHATS} --lr {LR} "
-    flags += (
-        f"--lr-schedule constant --warmup-steps 0 --keep 0 --log-every 1 --run-dir {folder}/run"
-    )
+    run_dir = Path(tempfile.mkdtemp(prefix="run", dir=folder))
+    flags += f"--lr-schedule constant --warmup-steps 0 --keep 0 --log-every 1 --run-dir {run_dir}"
     sys.argv = ["finetune.py", *flags.split(), "--packing" if packing else "--no-packing"]
     sys.path.insert(0, str(REPO / "06_fsdp_zero"))
     import finetune
 
     assert finetune.main() == 0
-    lines = (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [record["loss"] for record in records if "loss" in record]
 
@@ -172,7 +170,6 @@ def compare(folder: Path, packing: bool, rounds: int) -> list[list[str]]:
                 command.append("--packing")
             start(command, 600, {"TOKENIZERS_PARALLELISM": "false"}, folder)
             runs[side].append(json.loads((folder / "result.json").read_text(encoding="utf-8")))
-            shutil.rmtree(folder / "run", ignore_errors=True)
     kind = "packed" if packing else "unpacked"
     difference = 0.0
     for own, other in zip(*runs.values(), strict=True):

@@ -299,7 +299,8 @@ def sharding_of(script: str, function: str) -> str:
 
     class WithoutCompile(ast.NodeTransformer):
         def visit_If(self, node: ast.If) -> ast.If | None:
-            return None if ast.unparse(node.test) == "args.compile" else self.generic_visit(node)
+            compiles = ast.unparse(node.test).startswith("args.compile")
+            return None if compiles else self.generic_visit(node)
 
     module = ast.parse((ROOT / script).read_text(encoding="utf-8"))
     [found] = [node for node in module.body if getattr(node, "name", "") == function]

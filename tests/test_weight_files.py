@@ -203,6 +203,7 @@ MAY_READ = {
     "lm/reference.py",
     "09_inference/_export.py",
     "09_inference/_offloaded.py",
+    "benchmarks/peer_sft.py",
     "models/make_smollm2.py",
 }
 
