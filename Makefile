@@ -5,7 +5,7 @@
 #              style
 # make test    what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, and launch files for real (root), more ways to shard, a real model:
-#                  forty minutes in all
+#                  25 minutes in all
 # make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3
 #                  processes, and all that repeats what make test-all shows
 # make test-nogpu  the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes,

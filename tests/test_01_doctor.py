@@ -209,6 +209,7 @@ def test_a_batch_of_another_dtype(tmp_path, quick):
     assert line_of(tmp_path, "mse_loss(net") in seen["script"]
 
 
+@pytest.mark.full
 def test_the_first_rank_that_fails_is_named(tmp_path, quick):
     step = "dist.barrier() if rank == 0 else print(1 / 0)"
     results, seen = planted(tmp_path, quick, step=step, nproc=2)

@@ -240,6 +240,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, how):
     assert_refused(ask(tmp_path, "run"), "--model run", "broken")
 
 
+@pytest.mark.full
 def test_a_run_ends_with_its_folder_its_picture_and_the_command_that_asks_it(tmp_path):
     result = train(BASELINE, tmp_path, *SHORT, "--run-dir", "a run")
     (_, folder), (_, picture), (_, command) = last_lines(result)
