@@ -15,7 +15,7 @@ from common import cli, exits, report, runtime
 from common.report import table
 from common.runtime import DTYPES
 from lm import model, shapes
-from lm.moe import Mixture
+from lm.moe import mixtures
 from lm.weights import build
 from planner import inference
 from planner.shape import from_config
@@ -63,12 +63,11 @@ def bytes_read_per_step(net: nn.Module, texts: int) -> int:
     except experts that no text chooses: each chooses others here, as far as there are enough.
     """
     size = runtime.held_bytes(net.parameters())
-    for module in net.modules():
-        if isinstance(module, Mixture):
-            experts = module.gate.out_features
-            read = min(experts, texts * module.experts_per_token)
-            held = runtime.held_bytes(module.experts.parameters())
-            size -= held * (experts - read) // experts
+    for mixture in mixtures(net):
+        experts = mixture.gate.out_features
+        read = min(experts, texts * mixture.experts_per_token)
+        held = runtime.held_bytes(mixture.experts.parameters())
+        size -= held * (experts - read) // experts
     if not net.config.tie_word_embeddings:
         size -= runtime.local_shard(net.model.embed_tokens.weight).nbytes
     return size

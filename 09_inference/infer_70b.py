@@ -60,7 +60,7 @@ from lm.generate import (
     speed,
     steps_of,
 )
-from lm.moe import Load, Mixture
+from lm.moe import Load, Mixture, mixtures
 
 # --- 1. the shards
 
@@ -86,12 +86,11 @@ def shard_model(net: model.Transformer, ranks: int, device_type: str) -> None:
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("tensor",))
-    mixtures = [block.mlp for block in net.model.layers.values() if isinstance(block.mlp, Mixture)]
-    if len(mixtures) == len(net.model.layers):  # no layer has an MLP
+    if len(mixtures(net)) == len(net.model.layers):  # no layer has an MLP
         del plan["model.layers.*.mlp.[gu]*_proj"], plan["model.layers.*.mlp.down_proj"]
     parallelize_module(net, mesh, plan, src_data_rank=None)
     net.tie_weights()  # parallelize_module has made two parameters of one
-    for mixture in mixtures:
+    for mixture in mixtures(net):
         shard_experts(mixture, mesh)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from common import runtime
 from common.exits import UserError
 from lm.model import Transformer
-from lm.moe import Mixture
+from lm.moe import mixtures
 from training.batches import Batches
 
 
@@ -59,10 +59,7 @@ class Balance:
         self.batches = batches
         self.weight = weight
         self.bias_rate = bias_rate
-        self.mixtures: list[Mixture] = []
-        for block in net.model.layers.values():
-            if isinstance(block.mlp, Mixture):
-                self.mixtures.append(block.mlp)
+        self.mixtures = mixtures(net)
         if bias_rate > 0:
             for mixture in self.mixtures:
                 mixture.add_bias()

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.runtime import local_shard
 from lm.model import Transformer
-from training.digest import local_part
 
 # The linear layers of a block, which peft calls "all-linear".
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -92,7 +92,7 @@ class QLoRALinear(LoRALinear):
         """Replace W. `rows` are those that this rank holds, [rows, in]."""
         held = (self.codes, self.scale, self.minimum)
         for parameter, values in zip(held, quantize_int4(rows), strict=True):
-            local_part(parameter)[0].copy_(values)
+            local_shard(parameter).copy_(values)
 
     def base(self, x: Tensor) -> Tensor:
         output = Int4Matmul.apply(x, self.codes, self.scale, self.minimum)
@@ -100,9 +100,7 @@ class QLoRALinear(LoRALinear):
 
     def frozen_weight(self) -> Tensor:
         """Return the dequantized W in fp32, [out, in], sharded as the codes are."""
-        codes, _ = local_part(self.codes.detach())
-        scale, _ = local_part(self.scale.detach())
-        minimum, _ = local_part(self.minimum.detach())
+        codes, scale, minimum = map(local_shard, (self.codes, self.scale, self.minimum))
         weight = dequantize_int4(codes, scale, minimum, self.in_features, torch.float32)
         if not hasattr(self.codes, "placements"):
             return weight

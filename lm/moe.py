@@ -66,6 +66,11 @@ class Mixture(nn.Module):
             return F.linear(tokens.float(), self.gate.weight.float()).softmax(dim=-1)
 
 
+def mixtures(net: nn.Module) -> list[Mixture]:
+    """Return the mixtures of a model, in the order of its layers."""
+    return [module for module in net.modules() if isinstance(module, Mixture)]
+
+
 class Load(NamedTuple):
     """The tokens and probabilities of the experts of a layer. lm/balance.py reads them.
 

@@ -15,6 +15,7 @@ from common.runtime import print0, ranks
 from lm import shapes
 from lm.expert_files import StoredPart, stored_parts
 from lm.model import Transformer
+from lm.moe import mixtures
 from lm.shapes import SIZES, Config, has_weights, parameter_count
 from lm.weight_files import HEAD, StoredWeights, has_own_head, weight_files
 from training.digest import digest as digest  # it was here until 0.4.0
@@ -173,9 +174,9 @@ def materialize(
     stored = open_weights(name, net.config, flag)
     net.to_empty(device=device)
     net.tie_weights()  # to_empty has made two matrices of one
-    for name, buffer in net.named_buffers():
-        if name.endswith(".mlp.bias"):  # of a mixture of experts
-            buffer.zero_()
+    for mixture in mixtures(net):
+        if mixture.bias is not None:
+            mixture.bias.zero_()
     if stored is None:
         init_weights(net, seed)
     else:

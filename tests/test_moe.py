@@ -15,7 +15,7 @@ from support.harness import Result, assert_refused, drop_after, in_full, run, tr
 from common.exits import UserError
 from lm import shapes, weights
 from lm.balance import Balance
-from lm.moe import Mixture, multiply
+from lm.moe import multiply
 from training.batches import Batches
 
 SMALL = {
@@ -55,10 +55,6 @@ def hugging_face(content: dict):
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
-
-
-def mixtures(net) -> list[Mixture]:
-    return [module for module in net.modules() if isinstance(module, Mixture)]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
