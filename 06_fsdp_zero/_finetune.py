@@ -154,7 +154,11 @@ def choose_adapters(args) -> None:
             "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
         )
     read_config(args.model)  # raises for an unknown model
-    check_mixtures(args)
+    if args.packing and cli.has_mixture_weights("--data", args.data):
+        raise exits.UserError(
+            f"--packing: the weights of --data {args.data} count rows, which packing joins: "
+            "leave the weights out, or --packing"
+        )
     has_weights = shapes.has_weights(args.model)
     if args.adapters is None:
         args.adapters = 16 if has_weights else 0
@@ -189,31 +193,6 @@ def choose_adapters(args) -> None:
             raise exits.UserError(
                 f"--{flag.replace('_', '-')} is of adapters, and --adapters is 0: leave it out"
             )
-
-
-def check_mixtures(args) -> None:
-    """Raise UserError for weights of --data or --eval-data that do not fit the other flags."""
-    if args.eval_data is not None and has_mixture_weights("--eval-data", args.eval_data):
-        raise exits.UserError(
-            f"--eval-data {args.eval_data}: evaluation reads all of each part: remove the weights"
-        )
-    if not has_mixture_weights("--data", args.data):
-        return
-    if args.packing:
-        raise exits.UserError(
-            f"--packing: the weights of --data {args.data} count rows, which packing joins: "
-            "leave the weights out, or --packing"
-        )
-    if args.epochs is not None:
-        raise exits.UserError(
-            f"--epochs {args.epochs:g}: each part of a mixture has epochs of its own: use --steps, "
-            "or --data without weights"
-        )
-
-
-def has_mixture_weights(flag: str, value: str) -> bool:
-    """Return whether the parts of a value have weights, as in a.jsonl:0.7,b.jsonl:0.3."""
-    return cli.split_mixture(flag, value)[0][1] is not None
 
 
 # 2 Rows: what a training step reads
@@ -515,7 +494,7 @@ def mixture_of(args, train: list[tuple[str, int, Row]]) -> list[tuple[int, float
 
     Raise UserError for a file without a row to train on.
     """
-    if not has_mixture_weights("--data", args.data):
+    if not cli.has_mixture_weights("--data", args.data):
         return None
     mixture = []
     for number, (name, weight) in enumerate(cli.split_mixture("--data", args.data)):

@@ -159,6 +159,11 @@ def split_mixture(flag: str, value: str) -> list[tuple[str, float | None]]:
     return parts
 
 
+def has_mixture_weights(flag: str, value: str) -> bool:
+    """Return whether the parts of a value have weights, as in a.jsonl:0.7,b.jsonl:0.3."""
+    return split_mixture(flag, value)[0][1] is not None
+
+
 # --- types for add_argument(type=...)
 
 Number = TypeVar("Number", int, float)

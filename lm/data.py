@@ -236,8 +236,7 @@ def _load_parts(
         return parts[0]
 
     weights = [weight for _, weight in names if weight is not None]
-    if weights and flag == "--eval-data":
-        raise UserError(f"{flag} {data}: evaluation reads all of each part: remove the weights")
+    assert not weights or flag == "--data", "training/flags.py refuses weights of --eval-data"
     mixture = None
     if weights:
         train = [part.train if hold_out else part.joined() for part in parts]

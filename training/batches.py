@@ -87,7 +87,8 @@ class Batches:
         self.seed = args.seed
         self.global_batch_size = args.global_batch_size
 
-        unit = world_size * (args.micro_batch_size or 1)
+        micro_batch_size = 1 if args.micro_batch_size is None else args.micro_batch_size
+        unit = world_size * micro_batch_size
         if self.global_batch_size % unit != 0:
             below = self.global_batch_size // unit * unit
             above = below + unit
@@ -126,7 +127,7 @@ class Batches:
 
     def _set_steps(self, args) -> None:
         """Set args.steps to the number of steps in args.epochs epochs, rounded up."""
-        if getattr(self.train, "mixture", None) is not None:
+        if getattr(self.train, "mixture", None) is not None:  # --data has none: training/flags.py
             raise UserError(
                 f"--epochs {args.epochs:g}: each part of a mixture has epochs of its own: use "
                 "--steps, or --data without weights"

@@ -23,6 +23,7 @@ from common.cli import (
     add_device_and_json,
     check_not_input,
     environment_number,
+    has_mixture_weights,
     natural,
     not_negative,
     positive,
@@ -279,6 +280,7 @@ class TrainingParser(Parser):
                     args.given.add(name)
         _fill(args, default_flags(on_gpu=uses_gpu(args.device), model=args.model))
         _fill(args, SMALL)
+        check_mixtures(args)
         if args.keep_best:
             check_keep_best(args)
         check_packages(tensorboard=args.tensorboard, wandb=args.wandb)
@@ -338,6 +340,19 @@ def uses_gpu(device: str) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= (7, 0)
+
+
+def check_mixtures(args: argparse.Namespace) -> None:
+    """Raise UserError for weights of --data or --eval-data that do not fit the other flags."""
+    if args.eval_data is not None and has_mixture_weights("--eval-data", args.eval_data):
+        raise UserError(
+            f"--eval-data {args.eval_data}: evaluation reads all of each part: remove the weights"
+        )
+    if args.epochs is not None and has_mixture_weights("--data", args.data):
+        raise UserError(
+            f"--epochs {args.epochs:g}: each part of a mixture has epochs of its own: use --steps, "
+            "or --data without weights"
+        )
 
 
 def check_keep_best(args: argparse.Namespace) -> None:
