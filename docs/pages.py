@@ -26,7 +26,8 @@ from common import files
 # The pages in the order of the menu. Each pattern is relative to the repository.
 MENU = {
     "Chapters": ("[0-9]*/README.md",),
-    "More": ("launch/README.md", "benchmarks/README.md", "CLAIMS.md"),
+    "How to": ("launch/README.md", "docs/*.md"),
+    "More": ("benchmarks/README.md", "CLAIMS.md"),
     "For contributors": (
         "ONBOARDING.md",
         "CONTRIBUTING.md",

@@ -37,7 +37,7 @@ FLOPS = {
 
 
 def test_the_formula_of_the_readme_is_that_of_the_scripts():
-    readme = (ROOT / "05_ddp/README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "docs/your_model.md").read_text(encoding="utf-8")
     formula = re.search(r"`(6 \* \(parameters - looked_up\) .*?)`", readme)[1]
     for name in ("llama-8b", "nano"):  # its embedding is not tied to the head, and it is
         config = shapes.SIZES[name]
