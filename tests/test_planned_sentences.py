@@ -62,7 +62,7 @@ def test_08_compares_its_first_command_with_two_others(tmp_path):
 
 def test_a_70b_needs_as_many_nodes_as_06_says(tmp_path):
     """All weights trained by train_fsdp.py, checkpointed, on nodes of eight H100s of 80 GiB."""
-    text = page("06_fsdp_zero/README.md")
+    text = page("docs/finetune.md")
     base = "--model llama-70b --nodes-of 8 --link 50 --checkpointing full --compile "
     base += "--seq-len 2048 --micro-batch-size 1 --zero 3"
     fits = []
