@@ -22,6 +22,7 @@ smartquotes = False  # "--" in the text is a flag
 myst_heading_anchors = 4  # as GitHub makes them
 myst_enable_extensions = ["attrs_inline", "strikethrough", "tasklist"]
 
+html_search_language = "zh"  # jieba splits Chinese texts into words; English words are stemmed, too
 html_theme = "furo"
 html_title = "GPU training"
 html_static_path = [str(HERE / "static")]

@@ -1,5 +1,6 @@
 """The site of the READMEs: it builds without a warning, and each link in it leads somewhere."""
 
+import json
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -98,6 +99,12 @@ def test_what_only_github_understands_is_a_picture_or_hidden(site, pages):
     assert "All scripts" in text  # the summary of <details>
     for leftover in ("<picture", "<details", "<!--", "](", "orphan: true"):
         assert leftover not in text
+
+
+def test_the_search_finds_words_of_both_languages(site):
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    for word in ("gradient", "梯度"):
+        assert json.dumps(word) + ":" in index
 
 
 def test_a_lesson_links_to_its_script_and_shows_it_all(site, pages):
