@@ -1,4 +1,4 @@
-"""launch/docker and launch/kubernetes: what real schemas, linters, parsers and a real Prometheus say of them."""
+"""The files for containers and clouds: what schemas, linters, parsers and a Prometheus say."""
 
 import argparse
 import contextlib
@@ -111,7 +111,7 @@ def runtimes_job(**how: bool) -> dict:
 
 
 def pods(**how: bool) -> dict[str, tuple[dict, dict]]:
-    """By file: the pod's spec, and its container with the command that it will be given."""
+    """Return by file the pod's spec, and its container with the command that it will be given."""
     plain = documents("indexed-job.yaml", **how)["Job"]["spec"]["template"]["spec"]
     node = runtimes_job(**how)["template"]["spec"]
     trainer = documents("trainjob.yaml", **how)["TrainJob"]["spec"]["trainer"]
@@ -123,7 +123,7 @@ def pods(**how: bool) -> dict[str, tuple[dict, dict]]:
 
 
 def first_pod_starts() -> argparse.Namespace:
-    """What torchrun makes of the arguments of the Indexed Job's first pod."""
+    """Return what torchrun makes of the arguments of the Indexed Job's first pod."""
     _, container = pods()["indexed-job.yaml"]
     args = [word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in container["args"]]
     return get_args_parser().parse_args(args)
@@ -169,7 +169,7 @@ def test_a_pod_gives_its_ranks_what_it_has(file):
 
 @pytest.mark.parametrize("file", ["indexed-job.yaml", "trainjob.yaml"])
 def test_the_lines_for_infiniband_are_all_there(file):
-    """Without them NCCL uses TCP and says nothing. They are comments: not every cluster has a network for them."""
+    """Without them NCCL uses TCP and says nothing. They are comments: not all clusters have it."""
     pod, container = pods(infiniband=True)[file]
     assert [name for name in container["resources"]["limits"] if name.startswith("rdma/")]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
@@ -200,7 +200,7 @@ def test_indexed_job_meets_at_its_first_pod():
 
 
 def test_a_pod_that_was_stopped_is_started_again():
-    """As often as it takes: neither the pod that was stopped nor its peers, which save with it, count."""
+    """Neither the pod that was stopped nor its peers, which save with it, count as failed."""
     job = documents("indexed-job.yaml")["Job"]["spec"]
     jobset = documents("trainjob.yaml")["TrainingRuntime"]["spec"]["template"]["spec"]
     for spec, action in ((job, "Ignore"), (runtimes_job(), "FailJob")):
@@ -378,7 +378,7 @@ SET = {"TRAINER_UID": "1000", "GRAFANA_PASSWORD": "secret"}
 
 
 def compose(file: str = "compose.yaml", **env: str) -> dict:
-    """A Compose file with its variables put in. One that is required and missing is a LookupError."""
+    """Load a Compose file with its variables put in. A LookupError is one that is required."""
 
     def value(match: re.Match) -> str:
         name, operator, word = match.groups()
