@@ -5,6 +5,7 @@ They are six inches wide, and their smallest letters have ten points, to be read
 
 from _draw import (
     GREEN,
+    GREY,
     PURPLE,
     arrow,
     block,
@@ -13,7 +14,7 @@ from _draw import (
     text_on,
     theme,
 )
-from _schemes import CELLS, GPUS, draw_cells
+from _schemes import CELLS, GPU_COLORS, GPUS, draw_cells
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -61,6 +62,49 @@ def two_nodes() -> Figure:
     _text(axes, 0.34, 4.18, f"RANK, of WORLD_SIZE {world_size}: its share of the batch")
     block(axes, 0.05, 4.42, 0.2, 0.16, GREEN)
     _text(axes, 0.34, 4.5, "LOCAL_RANK: its GPU on the node")
+    return figure
+
+
+# --- 07: the global batch
+
+
+def global_batch() -> Figure:
+    """Draw which sequences of a global batch each rank reads, in which micro-batch."""
+    ranks = GPUS
+    micro_batches = 2
+    micro_batch_size = 3
+    sequences = ranks * micro_batches * micro_batch_size
+    figure, axes = canvas(WIDTH, 4.5)
+    _text(axes, 0.05, 0.14, f"global batch: {sequences} sequences", weight="bold")
+    width = (WIDTH - 0.1) / sequences
+    for sequence in range(sequences):
+        number = GPU_COLORS[sequence * ranks // sequences]
+        block(axes, 0.05 + sequence * width, 0.34, width - 0.03, 0.3, number)
+
+    for micro_batch in range(micro_batches):
+        x = 0.8 + 1.42 * micro_batch
+        _text(axes, x + 0.53, 0.98, f"micro-batch {micro_batch}", ha="center", fontsize=10.5)
+    for rank in range(ranks):
+        top = 1.22 + 0.6 * rank
+        number = GPU_COLORS[rank]
+        _text(axes, 0.05, top + 0.15, f"rank {rank}", weight="bold")
+        for micro_batch in range(micro_batches):
+            first = (rank * micro_batches + micro_batch) * micro_batch_size
+            left = 0.8 + 1.42 * micro_batch
+            for place in range(micro_batch_size):
+                _box(axes, left + 0.36 * place, top, 0.33, number, str(first + place))
+            if micro_batch > 0:
+                _text(axes, left - 0.18, top + 0.14, "+", ha="center", fontsize=14)
+        arrow(axes, (3.31, top + 0.15), (3.61, top + 0.15))
+        arrow(axes, (4.78, top + 0.15), (5.08, top + 0.15))
+    block(axes, 3.64, 1.16, 1.12, 0.6 * ranks - 0.18, GREY)
+    middle = 1.16 + (0.6 * ranks - 0.18) / 2
+    how = {"ha": "center", "linespacing": 1.4}
+    _text(axes, 4.2, middle, "one\nall-reduce\nof gradients", color=text_on(GREY), **how)
+    _text(axes, 5.55, middle, "the same\noptimizer\nstep\non all", **how)
+    product = f"{ranks} ranks × {micro_batches} micro-batches × {micro_batch_size} sequences"
+    _note(axes, 3.75, f"{product} = {sequences}")
+    _note(axes, 4.03, "+: a second backward adds to the gradients.")
     return figure
 
 
