@@ -4,12 +4,16 @@ They are six inches wide, and their smallest letters have ten points, to be read
 """
 
 from _draw import (
+    BLUE,
     GREEN,
     GREY,
+    ORANGE,
     PURPLE,
+    RED,
     arrow,
     block,
     canvas,
+    color,
     rounded,
     text_on,
     theme,
@@ -131,5 +135,44 @@ def six_collectives() -> Figure:
         5.12,
         "A column is a rank, before and after. A color is what one rank had.\n"
         "A square of four colors is the sum over the ranks.",
+    )
+    return figure
+
+
+# --- launch: a collective that one rank does not call
+
+
+def left_out_call() -> Figure:
+    """Draw three ranks of which one leaves a collective out, as launch/debug_hang.py plants it."""
+    calls = [("all_reduce", "gradients"), ("all_reduce", "loss"), ("all_gather", "times")]
+    colors = {"gradients": ORANGE, "loss": BLUE, "times": GREEN}
+    planted_step = 3
+    planted_rank = 1
+    calls_of_rank = [calls * (planted_step + 1) for _ in range(3)]
+    left_out = (planted_step - 1) * len(calls) + 1  # the loss of that step
+    del calls_of_rank[planted_rank][left_out]
+
+    figure, axes = canvas(WIDTH, 3.4)
+    for column, place in enumerate(range(left_out - 2, left_out + 1)):
+        x = 0.8 + 1.3 * column
+        _text(axes, x + 0.6, 0.14, f"call {place + 1}", ha="center", color=theme().quiet)
+        for rank, made in enumerate(calls_of_rank):
+            collective, tensor = made[place]
+            number = colors[tensor]
+            top = 0.36 + 0.78 * rank
+            block(axes, x, top, 1.2, 0.62, number)
+            how = {"ha": "center", "color": text_on(number), "fontsize": 10.5}
+            _text(axes, x + 0.6, top + 0.19, collective, **how)
+            _text(axes, x + 0.6, top + 0.44, tensor, **how)
+    for rank in range(3):
+        top = 0.36 + 0.78 * rank
+        _text(axes, 0.05, top + 0.31, f"rank {rank}", weight="bold")
+        arrow(axes, (4.68, top + 0.31), (5.28, top + 0.31), color=color(RED), linestyle="--")
+        _text(axes, 5.35, top + 0.31, "waits", color=color(RED), weight="bold")
+    _note(
+        axes,
+        3.0,
+        f"Rank {planted_rank} left out all_reduce(loss), for example by: if loss.isfinite(): ...\n"
+        "Its next call meets another collective, and all ranks wait.",
     )
     return figure

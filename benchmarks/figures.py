@@ -166,6 +166,7 @@ SCHEMES = {
     "who_talks_to_whom": schemes.who_talks_to_whom,
     "two_nodes": diagrams.two_nodes,
     "six_collectives": diagrams.six_collectives,
+    "left_out_call": diagrams.left_out_call,
     "global_batch": diagrams.global_batch,
 }
 PICTURES = {
