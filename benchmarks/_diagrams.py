@@ -176,3 +176,94 @@ def left_out_call() -> Figure:
         "Its next call meets another collective, and all ranks wait.",
     )
     return figure
+
+
+# --- 08: the ring
+
+
+def ring() -> Figure:
+    """Draw which block of keys and values each rank of ring attention has in each turn."""
+    figure, axes = canvas(WIDTH, 4.9)
+    for rank in range(GPUS):
+        x = 0.95 + 1.28 * rank
+        rounded(axes, x, 0.42, 1.02, 0.74)
+        _text(axes, x + 0.51, 0.6, f"rank {rank}", ha="center", weight="bold")
+        _box(axes, x + 0.11, 0.78, 0.8, GPU_COLORS[rank], f"q {rank}")
+        if rank < GPUS - 1:
+            arrow(axes, (x + 1.03, 0.79), (x + 1.27, 0.79))
+    last = 0.95 + 1.28 * (GPUS - 1) + 0.51
+    axes.plot([last, last, 1.46], [0.4, 0.15, 0.15], color=theme().quiet, linewidth=1.1)
+    arrow(axes, (1.46, 0.147), (1.46, 0.41))
+
+    for turn in range(GPUS):
+        top = 1.5 + 0.66 * turn
+        _text(axes, 0.05, top + 0.15, f"turn {turn}", weight="bold")
+        for rank in range(GPUS):
+            source = (rank - turn) % GPUS
+            number = GPU_COLORS[source]
+            x = 0.95 + 1.28 * rank
+            if source <= rank:
+                _box(axes, x, top, 1.02, number, f"k, v {source}")
+            else:
+                block(axes, x, top, 1.02, 0.3, number, alpha=theme().pale)
+                _text(axes, x + 0.51, top + 0.145, f"k, v {source}", ha="center", fontsize=10.5)
+            if turn < GPUS - 1 and rank < GPUS - 1:
+                arrow(axes, (x + 0.9, top + 0.33), (x + 1.4, top + 0.63))
+    _note(
+        axes,
+        4.46,
+        "After each turn a block of keys and values travels to the next rank.\n"
+        "Pale: all keys are later than the queries, so there is nothing to compute.\n"
+        "Zigzag order instead gives all ranks equal work.",
+    )
+    return figure
+
+
+# --- 08: tokens and experts
+
+EXPERTS_OF_TOKENS = ((0, 2, 2, 5), (1, 2, 4, 3), (3, 0, 2, 5))  # of each rank, made up
+
+
+def there_and_back() -> Figure:
+    """Draw the rows that expert parallelism dispatches to experts and combines again."""
+    ranks = len(EXPERTS_OF_TOKENS)
+    per_rank = 2
+    side = 0.25  # of a square, which is a row
+    step = 0.29
+    height = 1.62  # of a rank
+    figure, axes = canvas(WIDTH, 0.45 + ranks * height + 0.55)
+    for x, name in ((0.8, "tokens"), (3.0, "experts"), (5.72, "tokens")):
+        _text(axes, x, 0.14, name, ha="center", weight="bold")
+    for x, name in ((1.85, "dispatch"), (4.55, "combine")):
+        _text(axes, x, 0.14, name, ha="center", color=theme().quiet)
+    for rank in range(ranks):
+        top = 0.36 + rank * height
+        _text(axes, 0, top + 0.74, f"rank {rank}", weight="bold")
+        for left, width in ((0.6, side + 0.16), (2.33, 1.64), (5.52, side + 0.16)):
+            rounded(axes, left, top, width, height - 0.14)
+        for place in range(per_rank):
+            _text(axes, 2.4, top + 0.38 + 0.72 * place, f"E{rank * per_rank + place}")
+
+    rows = [0] * (ranks * per_rank)  # of each expert
+    for rank, experts in enumerate(EXPERTS_OF_TOKENS):
+        number = GPU_COLORS[rank]
+        for token, expert in enumerate(experts):
+            token_y = 0.36 + rank * height + 0.18 + step * token
+            owner, place = divmod(expert, per_rank)
+            expert_y = 0.36 + owner * height + 0.26 + 0.72 * place
+            block(axes, 0.68, token_y, side, side, number)
+            block(axes, 2.75 + step * rows[expert], expert_y, side, side, number)
+            block(axes, 5.6, token_y, side, side, number)
+            rows[expert] += 1
+            ends = [token_y + side / 2, expert_y + side / 2]
+            for x in ((0.68 + side, 2.33), (5.6, 3.97)):
+                axes.plot(x, ends, color=color(number), linewidth=1.2, alpha=0.8)
+    rows_of_rank = [sum(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(ranks)]
+    most = max(rows_of_rank)
+    _note(
+        axes,
+        0.36 + ranks * height + 0.26,
+        "Each line is a row of an all-to-all: a token for one of its k experts, here k = 1.\n"
+        f"Rank {rows_of_rank.index(most)} has {most} of {sum(rows)} rows: the others wait for it.",
+    )
+    return figure

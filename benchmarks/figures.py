@@ -168,6 +168,8 @@ SCHEMES = {
     "six_collectives": diagrams.six_collectives,
     "left_out_call": diagrams.left_out_call,
     "global_batch": diagrams.global_batch,
+    "ring": diagrams.ring,
+    "there_and_back": diagrams.there_and_back,
 }
 PICTURES = {
     **{name: partial(draw.save, name, picture) for name, picture in SCHEMES.items()},
