@@ -1,4 +1,4 @@
-"""Figures of 08_model_parallel/README.md that follow from shapes: each is computed here again."""
+"""Figures of docs/ on the costs of chapter 08 that follow from shapes: computed here again."""
 
 import re
 
@@ -6,7 +6,8 @@ from support.harness import ROOT, run
 
 from lm.shapes import SIZES, flops_per_token
 
-README = (ROOT / "08_model_parallel/README.md").read_text(encoding="utf-8")
+NAMES = ("docs/costs.md", "docs/long_sequences.md")
+PAGES = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in NAMES)
 LLAMA_8B = SIZES["llama-8b"]
 RANKS = 8
 TOKENS = 8 * 8192  # of a step, on all ranks
@@ -14,7 +15,7 @@ TOKENS = 8 * 8192  # of a step, on all ranks
 
 def rows_of_table(first_heading: str) -> dict[str, list[str]]:
     """Return the cells of a table by their first cell. Figures have no commas."""
-    table = re.search(rf"^\| {re.escape(first_heading)} \|.*\n\|.*\n((?:\|.*\n)+)", README, re.M)
+    table = re.search(rf"^\| {re.escape(first_heading)} \|.*\n\|.*\n((?:\|.*\n)+)", PAGES, re.M)
     rows = {}
     for line in table[1].splitlines():
         name, *cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -24,7 +24,7 @@ def words_of(command: str) -> list[str]:
 
 
 def test_the_first_command_of_08_for_a_node_is_what_its_search_prints(tmp_path):
-    text = page("08_model_parallel/README.md")
+    text = page("docs/train_3d.md")
     search = re.search(rf"^python {ESTIMATE} (.*--search)$", text, re.MULTILINE)[1]
     result = run(ESTIMATE, tmp_path, *shlex.split(search))
     [recommended] = re.findall(r"^torchrun .*", result.out, re.MULTILINE)
@@ -40,7 +40,7 @@ def test_the_first_command_of_08_for_a_node_is_what_its_search_prints(tmp_path):
 
 
 def test_08_compares_its_first_command_with_two_others(tmp_path):
-    text = page("08_model_parallel/README.md")
+    text = page("docs/train_3d.md")
     search = re.search(rf"^python {ESTIMATE} (.*) --search$", text, re.MULTILINE)[1]
     fits = {}
     layouts = {
