@@ -54,7 +54,7 @@ from lm.generate import (
     BUCKET,
     Generated,
     StaticCache,
-    compile_blocks,
+    compile_layers,
     generate,
     sample,
     speed,
@@ -232,7 +232,7 @@ def run(
     )
     prefill, decode = steps_of(net, cache)
     if args.compile and device.type == "cuda":
-        compile_blocks(net)
+        compile_layers(net)
         decode = captured(decode, cache)
     elif args.compile:
         decode = torch.compile(decode, dynamic=False)
