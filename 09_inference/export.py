@@ -31,7 +31,7 @@ what int8 costs in loss. On a GPU the default is a wider model and the package a
 and llama.cpp, as pip installs them, compute on the CPU. Expected on an H100: a decode step reads
 228 MB in at least 0.07 ms, and eager takes longer to launch its kernels, at about 5 microseconds
 each. The package has fewer kernels, and launches them from C++, so it is faster.
-Previous: speculative.py. Next: launch/README.md.
+Previous: offloaded.py. Next: parity.py.
 """
 
 import dataclasses

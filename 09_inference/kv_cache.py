@@ -33,7 +33,7 @@ without a cache the model processes about 7,500 tokens per step, 0.9 TFLOP, whic
 than its arithmetic.
 
 A server such as vLLM adds a scheduler: requests join and leave between two steps, and a request
-waits if no page is free. Previous: offloaded.py. Next: parity.py.
+waits if no page is free. Next: infer_70b.py.
 """
 
 import sys

@@ -39,7 +39,7 @@ H100, where the model is llama-1b in bf16: a step copies 1.95 GB, at least 30 ms
 (64 GB/s), and with all weights on the GPU it reads them in at least 0.74 ms (3.35 TB/s by the data
 sheet). With one buffer, a step takes the time of the computation on top of that, which is short for
 one short prompt.
-Previous: infer_70b.py, where no weight moves. Next: kv_cache.py.
+Previous: speculative.py. Next: export.py.
 """
 
 import copy

@@ -31,7 +31,7 @@ What to look at: how many steps the target takes, and the time, which need not f
 verify step against a decode step. Expected on an H100, where the target is llama-1b in bf16: both
 read 2.5 GB of weights, at least 0.74 ms by the data sheet's 3.35 TB/s. On a CPU verifying takes
 longer, because there arithmetic is not free.
-Previous: quantized.py. Next: export.py.
+Previous: quantized.py. Next: offloaded.py.
 """
 
 import argparse
