@@ -219,7 +219,8 @@ def generate(
     tokens = choose(steps.prefill(ids, positions, lengths - 1))  # [batch]
     new_tokens = [tokens]
     has_ended = torch.isin(tokens, stop_ids)
-    for step in report.progress_bar(range(max_new_tokens - 1), "decoding", unit="token", delay=2):
+    progress = report.progress_bar(range(max_new_tokens - 1), "decoding", unit="token", delay=2)
+    for step in progress:
         # This comparison waits for the GPU. At the other steps the CPU runs ahead of it.
         if step % READ_EVERY == 0 and has_ended.all():
             break

@@ -170,3 +170,9 @@ def block(
             clip_on=False,
         )
     )
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **how) -> None:
+    """Draw an arrow. `how` replaces parts of its style: a color, a linestyle, a bend."""
+    style = {"arrowstyle": "-|>", "color": _current.quiet, "linewidth": 1.1}
+    axes.annotate("", xy=end, xytext=start, arrowprops=style | how)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from _draw import BLUE, GREEN, ORANGE, PURPLE, block, canvas, rounded, theme
+from _draw import BLUE, GREEN, ORANGE, PURPLE, arrow, block, canvas, rounded, theme
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -252,16 +252,11 @@ def _draw_collective(axes: Axes, left: float, top: float, collective: Collective
     """Draw what each GPU has before and after, with the name beside it."""
     y = top + (TALK_LINE - GLYPH_HEIGHT) / 2
     before, after = CELLS[collective.name]
-    _draw_cells(axes, left, y, before)
+    draw_cells(axes, left, y, before)
     half = GPUS * CELL_STEP
     middle = y + GLYPH_HEIGHT / 2 - 0.01
-    axes.annotate(
-        "",
-        xy=(left + half + 0.22, middle),
-        xytext=(left + half + 0.01, middle),
-        arrowprops={"arrowstyle": "-|>", "color": theme().quiet, "linewidth": 1.1},
-    )
-    _draw_cells(axes, left + half + 0.26, y, after)
+    arrow(axes, (left + half + 0.01, middle), (left + half + 0.22, middle))
+    draw_cells(axes, left + half + 0.26, y, after)
     x = left + GLYPH_WIDTH + 0.1
     axes.text(x, y - 0.02, collective.name, va="top", fontsize=9.5, weight="bold")
     quiet = theme().quiet
@@ -292,23 +287,26 @@ CELLS: dict[str, tuple[list[Cell], list[Cell]]] = {
     "all-gather": (_own(), _full("row")),
     "reduce-scatter": (_full("gpu"), [(gpu, gpu, SUM) for gpu in range(GPUS)]),
     "all-to-all": (_full("gpu"), _full("row")),
+    "broadcast": ([(0, 1, 0)], [(gpu, 1, 0) for gpu in range(GPUS)]),
+    "send/recv": (_own(1), [((gpu + 1) % GPUS, 1, gpu) for gpu in range(GPUS)]),
     "send to next": (_own(1)[:-1], [(gpu + 1, 1, gpu) for gpu in range(GPUS - 1)]),
     "send to previous": (_own(1)[1:], [(gpu - 1, 1, gpu) for gpu in range(1, GPUS)]),
 }
 
 
-def _draw_cells(axes: Axes, left: float, top: float, cells: list[Cell]) -> None:
+def draw_cells(axes: Axes, left: float, top: float, cells: list[Cell], size: float = CELL) -> None:
+    """Draw what each GPU has, in its column. The other cells are outlines."""
+    step = size + 0.025
     for gpu in range(GPUS):
         for row in range(GPUS):
-            x = left + gpu * CELL_STEP
-            block(axes, x, top + row * CELL_STEP, CELL, CELL, BLUE, filled=False)
+            block(axes, left + gpu * step, top + row * step, size, size, BLUE, filled=False)
     for gpu, row, number in cells:
-        x = left + gpu * CELL_STEP
-        y = top + row * CELL_STEP
+        x = left + gpu * step
+        y = top + row * step
         if number != SUM:
-            block(axes, x, y, CELL, CELL, GPU_COLORS[number])
+            block(axes, x, y, size, size, GPU_COLORS[number])
             continue
         for part, part_color in enumerate(GPU_COLORS):
-            part_x = x + (part % 2) * CELL / 2
-            part_y = y + (part // 2) * CELL / 2
-            block(axes, part_x, part_y, CELL / 2, CELL / 2, part_color)
+            part_x = x + (part % 2) * size / 2
+            part_y = y + (part // 2) * size / 2
+            block(axes, part_x, part_y, size / 2, size / 2, part_color)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import _charts as charts
+import _diagrams as diagrams
 import _draw as draw
 import _measure
 import _schemes as schemes
@@ -159,19 +160,20 @@ def pipeline() -> None:
     draw.save("pipeline", partial(charts.pipeline, shown))
 
 
-def who_holds_what() -> None:
-    """Draw what four GPUs hold, for README.md."""
-    draw.save("who_holds_what", schemes.who_holds_what)
-
-
-def who_talks_to_whom() -> None:
-    """Draw what four GPUs send each other, for chapter 08."""
-    draw.save("who_talks_to_whom", schemes.who_talks_to_whom)
-
-
+# drawn, not measured: for README.md and the chapters
+SCHEMES = {
+    "who_holds_what": schemes.who_holds_what,
+    "who_talks_to_whom": schemes.who_talks_to_whom,
+    "two_nodes": diagrams.two_nodes,
+    "six_collectives": diagrams.six_collectives,
+    "left_out_call": diagrams.left_out_call,
+    "global_batch": diagrams.global_batch,
+    "ring": diagrams.ring,
+    "there_and_back": diagrams.there_and_back,
+    "cache_pages": diagrams.cache_pages,
+}
 PICTURES = {
-    "who_holds_what": who_holds_what,
-    "who_talks_to_whom": who_talks_to_whom,
+    **{name: partial(draw.save, name, picture) for name, picture in SCHEMES.items()},
     "kernels_of_a_step": kernels_of_a_step,
     "memory_planned": memory_planned,
     "memory_over_a_step": memory_over_a_step,
