@@ -67,9 +67,9 @@ def accept(p: Tensor, q: Tensor, guesses: Tensor, generator: torch.Generator) ->
     p: [K + 1, vocab], the target's probabilities of the tokens at these positions. q: [K, vocab],
     the draft's probabilities, from which the guesses, [K], were drawn.
     """
-    rows = torch.arange(len(guesses), device=guesses.device)
-    p_of_guesses = p[rows, guesses]  # [K]
-    q_of_guesses = q[rows, guesses]  # [K]
+    places = torch.arange(len(guesses), device=guesses.device)
+    p_of_guesses = p[places, guesses]  # [K]
+    q_of_guesses = q[places, guesses]  # [K]
     random = torch.rand(len(guesses), generator=generator, device=guesses.device)
     is_accepted = random * q_of_guesses < p_of_guesses  # with probability min(1, p / q)
     count = int(is_accepted.long().cumprod(0).sum())  # up to the first that is rejected
