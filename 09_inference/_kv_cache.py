@@ -34,9 +34,9 @@ GPU_BYTES = 48e9  # of the card in check_70b
 
 
 def cache_figures(steps) -> dict:
-    """Return the bytes that the sequences use at the end, and for a paged cache also its blocks.
+    """Return the bytes that the sequences use at the end, and for a paged cache also its pages.
 
-    Then release all sequences, and count the blocks that are not free again.
+    Then release all sequences, and count the pages that are not free again.
     """
     cache = getattr(steps, "cache", None)
     if cache is None:
@@ -45,37 +45,37 @@ def cache_figures(steps) -> dict:
         row_bytes = sum(tensor.nbytes for tensor in cache.tensors())
         return {"cache_bytes": row_bytes, "idle_bytes": row_bytes}
 
-    row = {"cache_bytes": held_bytes(cache), "blocks": len(cache.held_blocks())}
+    row = {"cache_bytes": held_bytes(cache), "pages": len(cache.held_pages())}
     row["idle_bytes"] = row["cache_bytes"]
     row |= getattr(steps, "pause", {})
     for text in list(cache.tables):
         cache.release(text)
     different = set(cache.free)
-    all_blocks = len(cache.rows) - 1  # block 0 is never free
-    row["lost_blocks"] = all_blocks - len(different)
+    all_pages = len(cache.keys["0"]) - 1  # page 0 is never free
+    row["lost_pages"] = all_pages - len(different)
     row["freed_twice"] = len(cache.free) - len(different)
     return row
 
 
 def held_bytes(cache) -> int:
-    """Return the bytes of the blocks that the tables of a paged cache list.
+    """Return the bytes of the pages that the tables of a paged cache list.
 
-    The cache itself holds more: its free blocks stay allocated.
+    The cache itself holds more: its free pages stay allocated.
     """
-    bytes_per_block = sum(tensor[0].nbytes for tensor in cache.tensors())
-    return len(cache.held_blocks()) * bytes_per_block
+    bytes_per_page = sum(tensor[0].nbytes for tensor in cache.tensors())
+    return len(cache.held_pages()) * bytes_per_page
 
 
 def measure_pause(cache, copies: dict[int, list[Tensor]]) -> dict:
-    """Return the bytes that idle texts have on the device and on the CPU."""
+    """Return the bytes that idle sequences have on the device and on the CPU."""
     cpu_bytes = 0
     for tensors in copies.values():
         cpu_bytes += sum(tensor.nbytes for tensor in tensors)
     return {"idle_bytes": held_bytes(cache), "cpu_bytes": cpu_bytes}
 
 
-def common_blocks(before: dict[int, list[int]], after: dict[int, list[int]]) -> int:
-    """Return how many blocks of the texts are the same in both tables."""
+def common_pages(before: dict[int, list[int]], after: dict[int, list[int]]) -> int:
+    """Return how many pages of the sequences are the same in both tables."""
     return sum(len(set(before[text]) & set(after[text])) for text in before)
 
 
@@ -83,13 +83,13 @@ def common_blocks(before: dict[int, list[int]], after: dict[int, list[int]]) -> 
 
 
 def check(
-    rows: list[dict], text: Text, args: argparse.Namespace, shared: int, block: int
+    rows: list[dict], text: Text, args: argparse.Namespace, shared: int, page_size: int
 ) -> list[str]:
     """Assert that all variants have the same tokens, and that reads and bytes are as computed.
 
     Add to each row how many new tokens equal those without a cache, and the error of the logits of
     the last step, which depend on all that a cache holds. In 16 bits rounding can swap two likely
-    tokens. Then the texts differ from there on, and only reads and bytes are checked.
+    tokens. Then the answers differ from there on, and only reads and bytes are checked.
     """
     none, static, paged, sharing, offloaded = rows
     lengths = [len(prompt) for prompt in text.prompts]
@@ -102,36 +102,36 @@ def check(
         )
 
     for row in (paged, sharing, offloaded):
-        check_blocks(row, lengths, shared if row is sharing else 0, block)
+        check_pages(row, lengths, shared if row is sharing else 0, page_size)
     slots = len(lengths) * text.length
     for row in (static, paged, sharing, offloaded):
-        tokens = slots if row is static else row["blocks"] * block
+        tokens = slots if row is static else row["pages"] * page_size
         expected = cache_bytes(text.config, tokens, args.dtype)
         assert row["cache_bytes"] == expected, (
             f"{row['name']}: {row['cache_bytes']} bytes, expected {expected}"
         )
 
-    blocks_of_prompts = sum(math.ceil(length / block) for length in lengths)
-    waiting = cache_bytes(text.config, blocks_of_prompts * block, args.dtype)
+    pages_of_prompts = sum(math.ceil(length / page_size) for length in lengths)
+    waiting = cache_bytes(text.config, pages_of_prompts * page_size, args.dtype)
     assert offloaded["cpu_bytes"] == waiting, (
         f"{offloaded['cpu_bytes']} bytes wait, expected {waiting}"
     )
     assert offloaded["idle_bytes"] == 0, f"{offloaded['idle_bytes']} bytes stay on the device"
     assert offloaded["same_places"] == 0, (
-        f"{offloaded['same_places']} blocks came back to the places where they had been"
+        f"{offloaded['same_places']} pages came back to the places where they had been"
     )
 
     checked = [
         f"{none['tokens_read']:,} tokens read without a cache, {static['tokens_read']:,} with one, "
         "as computed",
-        f"rows and blocks of {block} tokens have the bytes of planner/inference.kv_cache_bytes",
+        f"the static cache and pages of {page_size} tokens have the bytes of the planner",
         f"offloaded: {offloaded['cpu_bytes']:,} bytes wait on the CPU and none on the device, and "
-        "return to other blocks",
+        "return to other pages",
     ]
     if shared and len(lengths) > 1:
         checked.append(
-            f"{len(lengths)} texts share {shared // block} blocks, whose {shared} tokens are read "
-            "once"
+            f"{len(lengths)} sequences share {shared // page_size} pages, whose {shared} tokens "
+            "are read once"
         )
     if args.dtype == "fp32" and args.temperature == 0:
         checked.append(f"all variants have the same tokens and logits (tolerance {TOLERANCE:g})")
@@ -169,25 +169,25 @@ def equal_at_start(ids: list[int], expected: list[int]) -> int:
 
 def expected_reads(row: dict, lengths: list[int], shared: int) -> int:
     """Return how many tokens the model must have read, padding included."""
-    texts = len(lengths)
+    sequences = len(lengths)
     longest = max(lengths)  # prompts are padded to it
     steps = row["decode_steps"]
     if row["name"] == "no cache":
-        return texts * sum(range(longest, longest + steps + 1))
-    reads = shared + texts * (longest - shared) + texts * steps
+        return sequences * sum(range(longest, longest + steps + 1))
+    reads = shared + sequences * (longest - shared) + sequences * steps
     if "cpu_bytes" in row:
-        reads += texts  # the last token of each prompt, again after the pause
+        reads += sequences  # the last token of each prompt, again after the pause
     return reads
 
 
-def check_blocks(row: dict, lengths: list[int], shared: int, block: int) -> None:
-    """Assert how many blocks the texts have used, and that all of them became free once."""
-    expected = sum(math.ceil((length + row["decode_steps"]) / block) for length in lengths)
-    expected -= (len(lengths) - 1) * shared // block
+def check_pages(row: dict, lengths: list[int], shared: int, page_size: int) -> None:
+    """Assert how many pages the sequences have used, and that all of them became free once."""
+    expected = sum(math.ceil((length + row["decode_steps"]) / page_size) for length in lengths)
+    expected -= (len(lengths) - 1) * shared // page_size
     name = row["name"]
-    assert row["blocks"] == expected, f"{name}: {row['blocks']} blocks, expected {expected}"
-    assert row["lost_blocks"] == 0, f"{name}: {row['lost_blocks']} blocks are not free at the end"
-    assert row["freed_twice"] == 0, f"{name}: {row['freed_twice']} blocks are free twice"
+    assert row["pages"] == expected, f"{name}: {row['pages']} pages, expected {expected}"
+    assert row["lost_pages"] == 0, f"{name}: {row['lost_pages']} pages are not free at the end"
+    assert row["freed_twice"] == 0, f"{name}: {row['freed_twice']} pages are free twice"
 
 
 def cache_bytes(config: shapes.Config, tokens: int, dtype: str) -> int:
@@ -229,7 +229,7 @@ def seconds_to_resume(
 ) -> dict[str, dict]:
     """Time two ways to go on with idle conversations, and print the times.
 
-    Either the texts are read again, or their blocks are brought back from the CPU.
+    Either the sequences are read again, or their pages are brought back from the CPU.
     """
     cache = steps.cache
     waiting = {}

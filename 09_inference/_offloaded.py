@@ -174,7 +174,7 @@ def row_of(name: str, net: nn.Module, stream) -> dict:
     }
     if stream is not None:
         row["cpu_bytes"] = sum(map(weight_bytes, stream.layers))
-        row["buffer_bytes"] = sum(weight_bytes(buffer.block) for buffer in stream.buffers)
+        row["buffer_bytes"] = sum(weight_bytes(buffer.module) for buffer in stream.buffers)
         if len(stream.layers) > len(stream.buffers):  # else each layer keeps its buffer
             row["moved_bytes"] = row["cpu_bytes"]
     return row

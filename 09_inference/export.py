@@ -31,7 +31,7 @@ what int8 costs in loss. On a GPU the default is a wider model and the package a
 and llama.cpp, as pip installs them, compute on the CPU. Expected on an H100: a decode step reads
 228 MB in at least 0.07 ms, and eager takes longer to launch its kernels, at about 5 microseconds
 each. The package has fewer kernels, and launches them from C++, so it is faster.
-Previous: speculative.py. Next: launch/README.md.
+Previous: offloaded.py. Next: parity.py.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class CallersCache:
         self.keys = keys
         self.values = values
         batch, _, slots, _ = keys[0].shape
-        self.rows = torch.arange(batch, device=keys[0].device)[:, None]  # [batch, 1]
+        self.batch_index = torch.arange(batch, device=keys[0].device)[:, None]  # [batch, 1]
         self.slots = torch.arange(slots, device=keys[0].device)
 
     def mask(self, positions: Tensor) -> Tensor:  # [batch, tokens] -> [batch, 1, tokens, slots]
@@ -83,8 +83,10 @@ class CallersCache:
         values = self.values[int(layer)]
 
         def update_cache(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            keys[self.rows, :, positions] = k.transpose(1, 2)  # [batch, tokens, kv_heads, head_dim]
-            values[self.rows, :, positions] = v.transpose(1, 2)
+            keys[self.batch_index, :, positions] = k.transpose(
+                1, 2
+            )  # [batch, tokens, kv_heads, head_dim]
+            values[self.batch_index, :, positions] = v.transpose(1, 2)
             return keys, values
 
         return update_cache

@@ -23,8 +23,8 @@ of the time, as long as the all-reduces are short. They are short inside a node.
 A model named by its size, such as llama-70b, has random weights.
 
 What to look at: the bytes per rank, which are known before anything is loaded, and the share of the
-memory bandwidth. Previous: 08_model_parallel/tensor_parallel.py, the same shards in training. Next:
-offloaded.py.
+memory bandwidth. Previous: kv_cache.py. Next: quantized.py. The same shards in training:
+08_model_parallel/tensor_parallel.py.
 """
 
 import math
@@ -54,7 +54,7 @@ from lm.generate import (
     BUCKET,
     Generated,
     StaticCache,
-    compile_blocks,
+    compile_layers,
     generate,
     sample,
     speed,
@@ -232,7 +232,7 @@ def run(
     )
     prefill, decode = steps_of(net, cache)
     if args.compile and device.type == "cuda":
-        compile_blocks(net)
+        compile_layers(net)
         decode = captured(decode, cache)
     elif args.compile:
         decode = torch.compile(decode, dynamic=False)

@@ -10,10 +10,11 @@ and values of one token and loads the others from memory. They take
 which can be more than the weights if there are many long sequences. A sequence is a prompt and its
 answer. Three ideas save memory:
 
-    paging    a sequence gets blocks of 16 tokens as it grows, instead of memory for the longest
-              sequence. Its block table lists its blocks in order (Kwon et al. 2023, vLLM)
-    sharing   sequences that begin alike list the same blocks in their tables
-    offload   the blocks of an idle sequence wait in CPU memory
+    paging    a sequence gets pages of 16 tokens as it grows, instead of memory for the longest
+              sequence. Its page table lists its pages in order (Kwon et al. 2023; vLLM calls a
+              page a block)
+    sharing   sequences that begin alike list the same pages in their tables
+    offload   the pages of an idle sequence wait in CPU memory
 
     laptop    python 09_inference/kv_cache.py
     trained   python 09_inference/kv_cache.py --model models/smollm2-135m --chat
@@ -23,8 +24,8 @@ answer. Three ideas save memory:
     cluster   it uses one process only: infer_70b.py shards the heads, and so the cache, over GPUs
 
 What to look at: how many tokens the model processes without a cache and with one, padding included
-("tokens read"), and the bytes of each cache. "cache" counts the blocks that sequences use. The
-memory of all blocks is allocated once and stays allocated. All variants generate the same tokens.
+("tokens read"), and the bytes of each cache. "cache" counts the pages that sequences use. The
+memory of all pages is allocated once and stays allocated. All variants generate the same tokens.
 
 On a GPU the default is --model wide with 48 prompts. Expected on an H100 from its data sheet:
 without a cache the model processes about 7,500 tokens per step, 0.9 TFLOP, which takes at least
@@ -32,7 +33,7 @@ without a cache the model processes about 7,500 tokens per step, 0.9 TFLOP, whic
 than its arithmetic.
 
 A server such as vLLM adds a scheduler: requests join and leave between two steps, and a request
-waits if no block is free. Previous: offloaded.py. Next: parity.py.
+waits if no page is free. Next: infer_70b.py.
 """
 
 import sys
@@ -55,7 +56,7 @@ from common.runtime import DTYPES
 from lm import model, shapes, weights
 from lm.generate import nan_if_not_finite, not_finite_error, sample
 
-BLOCK = 16  # tokens
+PAGE = 16  # slots
 READ_EVERY = 8  # decode steps: so often the CPU asks whether all answers have ended
 ROUNDS = 3
 VARIANTS = (
@@ -99,7 +100,7 @@ class KVCache:
             # Not torch.empty: an unused slot has weight 0 in attention, and 0 times NaN is NaN.
             self.keys[str(layer)] = torch.zeros(shape, dtype=dtype, device=device)
             self.values[str(layer)] = torch.zeros(shape, dtype=dtype, device=device)
-        self.rows = torch.arange(batch, device=device)[:, None]  # [batch, 1]
+        self.batch_index = torch.arange(batch, device=device)[:, None]  # [batch, 1]
         self.slots = torch.arange(slots, device=device)
 
     def mask(self, positions: Tensor) -> Tensor:
@@ -122,8 +123,8 @@ class KVCache:
         def update_cache(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             # With a slice between two index tensors, PyTorch puts the indexed dimensions first: the
             # left side is [batch, tokens, heads, head_dim]. k is [batch, heads, tokens, head_dim].
-            keys[self.rows, :, positions] = k.transpose(1, 2)
-            values[self.rows, :, positions] = v.transpose(1, 2)
+            keys[self.batch_index, :, positions] = k.transpose(1, 2)
+            values[self.batch_index, :, positions] = v.transpose(1, 2)
             return keys, values
 
         return update_cache
@@ -218,7 +219,8 @@ def generate(
     tokens = choose(steps.prefill(ids, positions, lengths - 1))  # [batch]
     new_tokens = [tokens]
     has_ended = torch.isin(tokens, stop_ids)
-    for step in report.progress_bar(range(max_new_tokens - 1), "decoding", unit="token", delay=2):
+    progress = report.progress_bar(range(max_new_tokens - 1), "decoding", unit="token", delay=2)
+    for step in progress:
         # This comparison waits for the GPU. At the other steps the CPU runs ahead of it.
         if step % READ_EVERY == 0 and has_ended.all():
             break
@@ -233,41 +235,41 @@ def generate(
     return answers, len(new_tokens) - 1
 
 
-# --- 4. paging: blocks of 16 slots, and a block table for each sequence
+# --- 4. paging: pages of 16 slots, and a page table for each sequence
 
 
 class PagedCache(KVCache):
-    """A cache of blocks, with room for 16 tokens each: [blocks, heads, BLOCK, head_dim] per tensor.
+    """A cache of pages, with room for 16 tokens each: [pages, heads, PAGE, head_dim] per tensor.
 
-    All blocks are allocated once. A sequence has a number and a block table.
+    All pages are allocated once. A sequence has a number and a page table.
 
     Attributes:
-        free: The numbers of the blocks that no sequence uses.
-        tables: For each sequence, the numbers of its blocks in order.
+        free: The numbers of the pages that no sequence uses.
+        tables: For each sequence, the numbers of its pages in order.
     """
 
     def __init__(
-        self, config: shapes.Config, *, blocks: int, dtype: torch.dtype, device: torch.device
+        self, config: shapes.Config, *, pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(config, batch=1 + blocks, slots=BLOCK, dtype=dtype, device=device)
-        # Block 0 belongs to no sequence. The table of a short sequence is padded with 0, so its
+        super().__init__(config, batch=1 + pages, slots=PAGE, dtype=dtype, device=device)
+        # Page 0 belongs to no sequence. The table of a short sequence is padded with 0, so its
         # padding tokens are written there. The mask hides them.
-        self.free = list(range(1, 1 + blocks))
+        self.free = list(range(1, 1 + pages))
         self.tables = {}
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Add blocks to a sequence's table until it has room for so many tokens."""
+        """Add pages to a sequence's table until it has room for so many tokens."""
         table = self.tables.setdefault(sequence, [])
-        while len(table) * BLOCK < tokens:
+        while len(table) * PAGE < tokens:
             table.append(self.free.pop())
 
     def release(self, sequence: int) -> None:
-        """Delete a sequence's table. A block becomes free when no other table lists it."""
+        """Delete a sequence's table. A page becomes free when no other table lists it."""
         table = self.tables.pop(sequence)
-        self.free += set(table) - self.held_blocks()
+        self.free += set(table) - self.held_pages()
 
-    def held_blocks(self) -> set[int]:
-        """Return the blocks that any table lists."""
+    def held_pages(self) -> set[int]:
+        """Return the pages that any table lists."""
         held = set()
         for table in self.tables.values():
             held.update(table)
@@ -276,79 +278,79 @@ class PagedCache(KVCache):
     def select(self, sequences: list[int]) -> None:
         """Choose the sequences of the next forward, in the order of its batch."""
         tables = [torch.tensor(self.tables[sequence]) for sequence in sequences]
-        table = nn.utils.rnn.pad_sequence(tables, batch_first=True)  # padded with block 0
+        table = nn.utils.rnn.pad_sequence(tables, batch_first=True)  # padded with page 0
         # Otherwise the CPU would wait for the GPU at each step. The table is not pinned, but it is
         # small, and CUDA stages a small copy before it returns.
-        self.table = table.to(self.rows.device, non_blocking=True)  # [sequences, blocks]
-        self.slots = torch.arange(self.table.shape[1] * BLOCK, device=self.rows.device)
+        self.table = table.to(self.slots.device, non_blocking=True)  # [sequences, pages]
+        self.slots = torch.arange(self.table.shape[1] * PAGE, device=self.slots.device)
 
     def updater(self, layer: str, positions: Tensor) -> Callable:
         """Return update_cache(k, v) of a layer, for new tokens at these positions.
 
-        It writes k and v to the blocks of the block table. Then it gathers all blocks of each
+        It writes k and v to the pages of the page table. Then it gathers all pages of each
         sequence into one contiguous tensor, because F.scaled_dot_product_attention needs that. The
-        attention kernel of a server reads the blocks in place.
+        attention kernel of a server reads the pages in place.
         """
-        keys = self.keys[layer]  # [all blocks, heads, BLOCK, head_dim]
+        keys = self.keys[layer]  # [all pages, heads, PAGE, head_dim]
         values = self.values[layer]
-        blocks = self.table.gather(1, positions // BLOCK)  # [sequences, tokens]
-        slots = positions % BLOCK
+        pages = self.table.gather(1, positions // PAGE)  # [sequences, tokens]
+        slots = positions % PAGE
 
         def update_cache(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             # [sequences, tokens, heads, head_dim] on both sides
-            keys[blocks, :, slots] = k.transpose(1, 2)
-            values[blocks, :, slots] = v.transpose(1, 2)
+            keys[pages, :, slots] = k.transpose(1, 2)
+            values[pages, :, slots] = v.transpose(1, 2)
             return self.in_order(keys), self.in_order(values)
 
         return update_cache
 
-    def in_order(self, all_blocks: Tensor) -> Tensor:
-        """Copy the blocks of each sequence side by side: [sequences, heads, slots, head_dim]."""
-        blocks = all_blocks[self.table]  # [sequences, blocks, heads, BLOCK, head_dim]
-        return blocks.transpose(1, 2).flatten(2, 3)
+    def in_order(self, all_pages: Tensor) -> Tensor:
+        """Copy the pages of each sequence side by side: [sequences, heads, slots, head_dim]."""
+        pages = all_pages[self.table]  # [sequences, pages, heads, PAGE, head_dim]
+        return pages.transpose(1, 2).flatten(2, 3)
 
     # --- 5. sharing
 
     def share(self, sequence: int, other: int, tokens: int) -> None:
-        """Let `sequence` use the blocks that hold the first `tokens` tokens of `other`.
+        """Let `sequence` use the pages that hold the first `tokens` tokens of `other`.
 
         Both must begin with these tokens, because a key depends on all tokens up to its own. Only
-        full blocks are shared: new tokens are never written to a full block.
+        full pages are shared: new tokens are never written to a full page.
         """
-        self.tables[sequence] = self.tables[other][: tokens // BLOCK]
+        self.tables[sequence] = self.tables[other][: tokens // PAGE]
 
     # --- 6. offload
 
     def offload(self, sequence: int) -> list[Tensor]:
-        """Copy a sequence's blocks to CPU memory and free the blocks.
+        """Copy a sequence's pages to CPU memory and free the pages.
 
-        On a GPU the copies are asynchronous. The blocks may be freed at once, because later writes
+        On a GPU the copies are asynchronous. The pages may be freed at once, because later writes
         are queued on the same stream, after the copies. Synchronize before the CPU reads the
-        copies. The memory of a free block stays allocated, for other sequences.
+        copies. The memory of a free page stays allocated, for other sequences.
         """
         copies = []
         for tensor in self.tensors():
-            blocks = tensor[self.tables[sequence]]
-            copy = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=blocks.is_cuda)
-            copies.append(copy.copy_(blocks, non_blocking=True))
+            pages = tensor[self.tables[sequence]]
+            copy = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=pages.is_cuda)
+            copies.append(copy.copy_(pages, non_blocking=True))
         self.release(sequence)
         return copies
 
     def bring_back(self, sequence: int, copies: list[Tensor]) -> None:
-        """Copy a sequence's blocks from CPU memory into free blocks.
+        """Copy a sequence's pages from CPU memory into free pages.
 
-        These may be other blocks than before. The new table lists them.
+        These may be other pages than before. The new table lists them.
         """
-        self.reserve(sequence, len(copies[0]) * BLOCK)
+        self.reserve(sequence, len(copies[0]) * PAGE)
         for tensor, copy in zip(self.tensors(), copies, strict=True):
             tensor[self.tables[sequence]] = copy.to(tensor.device, non_blocking=True)
 
 
 class PagedSteps(CachedSteps):
-    """Give each sequence the blocks that it needs before each step.
+    """Give each sequence the pages that it needs before each step.
 
     `lengths` are the tokens of each sequence. All sequences begin with the same `shared` tokens.
-    These are processed once, and all tables list their blocks.
+    These are processed once, and all tables list their pages.
     """
 
     def __init__(
@@ -383,7 +385,7 @@ class PagedSteps(CachedSteps):
 
 
 class PausedSteps(PagedSteps):
-    """After prefill, move all sequences to CPU memory while another one uses their blocks."""
+    """After prefill, move all sequences to CPU memory while another one uses their pages."""
 
     def prefill(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         super().prefill(ids, positions, last)
@@ -391,25 +393,25 @@ class PausedSteps(PagedSteps):
         copies = {sequence: self.cache.offload(sequence) for sequence in self.sequences}
         self.pause = helper.measure_pause(self.cache, copies)
 
-        # Another sequence takes as many blocks as all of these had, and overwrites them. They are
-        # the same blocks, because `reserve` takes the blocks that were released last.
+        # Another sequence takes as many pages as all of these had, and overwrites them. They are
+        # the same pages, because `reserve` takes the pages that were released last.
         other = -1
-        self.cache.reserve(other, sum(map(len, tables_before.values())) * BLOCK)
+        self.cache.reserve(other, sum(map(len, tables_before.values())) * PAGE)
         for tensor in self.cache.tensors():
             tensor[self.cache.tables[other]] = 1
         for sequence in self.sequences:
             self.cache.bring_back(sequence, copies[sequence])
-        self.pause["same_places"] = helper.common_blocks(tables_before, self.cache.tables)
+        self.pause["same_places"] = helper.common_pages(tables_before, self.cache.tables)
         self.cache.release(other)
 
-        # Compute the logits of each prompt's last token again, from the blocks that came back.
+        # Compute the logits of each prompt's last token again, from the pages that came back.
         # PagedSteps.decode would count this token a second time, so call CachedSteps.decode.
         self.cache.select(self.sequences)
         return CachedSteps.decode(self, ids.gather(1, last[:, None])[:, 0], last)
 
 
 def shared_tokens(prompts: list[list[int]]) -> int:
-    """Return how many tokens all prompts have in common at the start, in full blocks.
+    """Return how many tokens all prompts have in common at the start, in full pages.
 
     Each prompt keeps at least one token of its own, whose logits choose the first new token.
     """
@@ -419,7 +421,7 @@ def shared_tokens(prompts: list[list[int]]) -> int:
             break
         in_common += 1
     shortest = min(len(prompt) for prompt in prompts)
-    return min(in_common, shortest - 1) // BLOCK * BLOCK
+    return min(in_common, shortest - 1) // PAGE * PAGE
 
 
 # --- 7. the comparison
@@ -438,10 +440,10 @@ def make_steps(
         )
         return CachedSteps(net, cache)
 
-    blocks_per_sequence = -(-text.length // BLOCK)  # rounded up
+    pages_per_sequence = -(-text.length // PAGE)  # rounded up
     # twice as many as needed: another sequence uses as many during the pause
-    blocks = 2 * blocks_per_sequence * len(lengths)
-    cache = PagedCache(text.config, blocks=blocks, dtype=dtype, device=device)
+    pages = 2 * pages_per_sequence * len(lengths)
+    cache = PagedCache(text.config, pages=pages, dtype=dtype, device=device)
     if variant == "paged, offloaded and back":
         return PausedSteps(net, cache, lengths)
     if variant == "paged, prefix shared":
@@ -511,7 +513,7 @@ def main() -> int:
     runs = {variant: partial(answer, variant) for variant in VARIANTS}
     seconds = measure.seconds_in_turns(runs, device, ROUNDS)
     rows = [rows[variant] | seconds[variant] for variant in VARIANTS]
-    checked = helper.check(rows, text, args, shared_tokens(text.prompts), BLOCK)
+    checked = helper.check(rows, text, args, shared_tokens(text.prompts), PAGE)
     checked.append(helper.check_70b(KVCache))
     checked += check_tokens(rows[0]["token_ids"], text, args, device)
 

@@ -39,7 +39,7 @@ H100, where the model is llama-1b in bf16: a step copies 1.95 GB, at least 30 ms
 (64 GB/s), and with all weights on the GPU it reads them in at least 0.74 ms (3.35 TB/s by the data
 sheet). With one buffer, a step takes the time of the computation on top of that, which is short for
 one short prompt.
-Previous: infer_70b.py, where no weight moves. Next: kv_cache.py.
+Previous: speculative.py. Next: export.py.
 """
 
 import copy
@@ -73,7 +73,7 @@ from lm.generate import StaticCache, steps_of
 class Buffer:
     """Memory on the device for one layer, and what it holds."""
 
-    block: nn.Module
+    module: nn.Module
     computed: "torch.cuda.Event"  # recorded after the last forward of what it held
     layer: int | None = None  # which layer it holds
     copied: "torch.cuda.Event | None" = None  # recorded after the copy of this layer
@@ -93,15 +93,15 @@ class LayerStream:
         self.copy_stream = self.backend.Stream()  # beside the stream that computes
         self.buffers: deque[Buffer] = deque()  # the one that was filled last is at the end
         for _ in range(buffers):
-            block = copy.deepcopy(layers[0]).to(device)
-            self.buffers.append(Buffer(block, self.backend.current_stream().record_event()))
+            module = copy.deepcopy(layers[0]).to(device)
+            self.buffers.append(Buffer(module, self.backend.current_stream().record_event()))
         self.copied_bytes = 0
 
     def compute(self, layer: int, *inputs) -> Tensor:
         """Return the output of a layer, and start the copy of the next one."""
         buffer = self.fetch(layer)  # its copy began one layer ago, or at the first call now
         self.backend.current_stream().wait_event(buffer.copied)
-        output = buffer.block(*inputs)
+        output = buffer.module(*inputs)
         buffer.computed = self.backend.current_stream().record_event()
         # A GPU has only queued the computation, so this copy runs beside it. After the last layer
         # comes the first one of the next step.
@@ -119,7 +119,7 @@ class LayerStream:
         self.copy_stream.wait_event(buffer.computed)  # until then it holds a layer that is in use
         with self.backend.stream(self.copy_stream):
             sources = self.layers[layer].parameters()
-            for target, source in zip(buffer.block.parameters(), sources, strict=True):
+            for target, source in zip(buffer.module.parameters(), sources, strict=True):
                 target.copy_(source, non_blocking=True)
                 self.copied_bytes += source.nbytes
             buffer.copied = self.copy_stream.record_event()

@@ -40,7 +40,7 @@ On a GPU the default is --model wide with 32 texts. Expected on an H100: more ro
 differ, because its libraries choose a kernel by the shape of the matrices. On a CPU, a prefill of
 one text at a time has given the bits of the batch. On an H100 that is not expected.
 
-Previous: kv_cache.py. Next: quantized.py.
+Previous: export.py. Next: 10_post_training/grpo.py.
 """
 
 import copy

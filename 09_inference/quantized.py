@@ -18,7 +18,7 @@ checked before the next, so the whole model is never in memory in bf16.
 
 Look for: the bytes held and the error of the logits, which move in opposite directions; the share
 of the memory bandwidth. With --dtype fp32, int8 and int4 run without torch's kernels. Previous:
-parity.py. Next: speculative.py.
+infer_70b.py. Next: speculative.py.
 """
 
 import argparse

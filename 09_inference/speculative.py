@@ -31,7 +31,7 @@ What to look at: how many steps the target takes, and the time, which need not f
 verify step against a decode step. Expected on an H100, where the target is llama-1b in bf16: both
 read 2.5 GB of weights, at least 0.74 ms by the data sheet's 3.35 TB/s. On a CPU verifying takes
 longer, because there arithmetic is not free.
-Previous: quantized.py. Next: export.py.
+Previous: quantized.py. Next: offloaded.py.
 """
 
 import argparse
@@ -67,9 +67,9 @@ def accept(p: Tensor, q: Tensor, guesses: Tensor, generator: torch.Generator) ->
     p: [K + 1, vocab], the target's probabilities of the tokens at these positions. q: [K, vocab],
     the draft's probabilities, from which the guesses, [K], were drawn.
     """
-    rows = torch.arange(len(guesses), device=guesses.device)
-    p_of_guesses = p[rows, guesses]  # [K]
-    q_of_guesses = q[rows, guesses]  # [K]
+    places = torch.arange(len(guesses), device=guesses.device)
+    p_of_guesses = p[places, guesses]  # [K]
+    q_of_guesses = q[places, guesses]  # [K]
     random = torch.rand(len(guesses), generator=generator, device=guesses.device)
     is_accepted = random * q_of_guesses < p_of_guesses  # with probability min(1, p / q)
     count = int(is_accepted.long().cumprod(0).sum())  # up to the first that is rejected

@@ -274,64 +274,64 @@ def there_and_back() -> Figure:
     return figure
 
 
-# --- 09: the cache and its blocks
+# --- 09: the cache and its pages
 
 LENGTHS = (40, 22, 29)  # tokens of three sequences
 SHARED = 16  # tokens that all of them begin with
 
 
-def cache_blocks() -> Figure:
-    """Draw three sequences in a static and in a paged cache: the blocks are those of PagedCache."""
-    from kv_cache import BLOCK, PagedCache
+def cache_pages() -> Figure:
+    """Draw three sequences in a static and in a paged cache: the pages are those of PagedCache."""
+    from kv_cache import PAGE, PagedCache
 
     from lm.shapes import SIZES
 
     figure, axes = canvas(WIDTH, 5.8)
-    longest = -(-max(LENGTHS) // BLOCK)  # blocks, rounded up
-    slots = len(LENGTHS) * longest * BLOCK
+    longest = -(-max(LENGTHS) // PAGE)  # pages, rounded up
+    slots = len(LENGTHS) * longest * PAGE
     _text(axes, 0.05, 0.14, f"static cache: {slots} slots", weight="bold")
     for sequence, length in enumerate(LENGTHS):
         top = 0.36 + 0.38 * sequence
         width = 4.7
         _text(axes, 0.05, top + 0.14, f"sequence {sequence}", fontsize=10.5)
         block(axes, 1.2, top, width, 0.28, BLUE, filled=False)
-        share = width * length / (longest * BLOCK)
+        share = width * length / (longest * PAGE)
         block(axes, 1.2, top, share, 0.28, GPU_COLORS[sequence])
 
     for panel, shared in enumerate((0, SHARED)):
         # On meta: the tables are real, the memory is not.
-        cache = PagedCache(SIZES["nano"], blocks=8, dtype=None, device="meta")
+        cache = PagedCache(SIZES["nano"], pages=8, dtype=None, device="meta")
         for sequence, length in enumerate(LENGTHS):
             if shared and sequence > 0:
                 cache.share(sequence, 0, shared)
             cache.reserve(sequence, length)
-        _draw_paged(axes, 1.86 + 1.8 * panel, cache, BLOCK, shared)
+        _draw_paged(axes, 1.86 + 1.8 * panel, cache, PAGE, shared)
     _note(
         axes,
         5.6,
-        "Left: the block table of each sequence. Right: the blocks, with the tokens in\n"
-        "them. Outlines: empty. Grey: a block that all three tables list.",
+        "Left: the page table of each sequence. Right: the pages, with the tokens in\n"
+        "them. Outlines: empty. Grey: a page that all three tables list.",
     )
     return figure
 
 
-def _draw_paged(axes: Axes, top: float, cache, block_size: int, shared: int) -> None:
-    """Draw the block tables of the sequences, and the blocks with the tokens in them."""
-    held = len(cache.held_blocks())
+def _draw_paged(axes: Axes, top: float, cache, page_size: int, shared: int) -> None:
+    """Draw the page tables of the sequences, and the pages with the tokens in them."""
+    held = len(cache.held_pages())
     name = "paged, prefix shared" if shared else "paged"
-    counted = f"{name}: {held} blocks of {block_size} = {held * block_size} slots"
+    counted = f"{name}: {held} pages of {page_size} = {held * page_size} slots"
     _text(axes, 0.05, top, counted, weight="bold")
     for sequence, table in cache.tables.items():
         y = top + 0.24 + 0.42 * sequence
         _text(axes, 0.05, y + 0.15, f"sequence {sequence}", fontsize=10.5)
         for place, number in enumerate(table):
-            is_shared = place < shared // block_size
+            is_shared = place < shared // page_size
             fill = GREY if is_shared else GPU_COLORS[sequence]
             _box(axes, 1.2 + 0.36 * place, y, 0.33, fill, str(number))
             x = 2.75 + 0.81 * ((number - 1) % 4)
-            block_y = top + 0.24 + 0.66 * ((number - 1) // 4)
-            tokens = min(block_size, LENGTHS[sequence] - place * block_size)
-            block(axes, x, block_y, 0.75 * tokens / block_size, 0.3, fill)
+            page_y = top + 0.24 + 0.66 * ((number - 1) // 4)
+            tokens = min(page_size, LENGTHS[sequence] - place * page_size)
+            block(axes, x, page_y, 0.75 * tokens / page_size, 0.3, fill)
     for number in range(1, 9):
         x = 2.75 + 0.81 * ((number - 1) % 4)
         y = top + 0.24 + 0.66 * ((number - 1) // 4)

@@ -170,7 +170,7 @@ SCHEMES = {
     "global_batch": diagrams.global_batch,
     "ring": diagrams.ring,
     "there_and_back": diagrams.there_and_back,
-    "cache_blocks": diagrams.cache_blocks,
+    "cache_pages": diagrams.cache_pages,
 }
 PICTURES = {
     **{name: partial(draw.save, name, picture) for name, picture in SCHEMES.items()},

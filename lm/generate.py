@@ -56,7 +56,7 @@ class StaticCache:
         device: torch.device | str,
         ranks: int = 1,
     ) -> None:
-        """Allocate `length` slots for each text of the batch. `ranks` share the heads."""
+        """Allocate `length` slots for each sequence of the batch. `ranks` share the heads."""
         shape = (batch, config.num_key_value_heads // ranks, length, config.head_dim)
         self.keys = {}
         self.values = {}
@@ -65,7 +65,7 @@ class StaticCache:
             self.keys[str(layer)] = torch.zeros(shape, dtype=dtype, device=device)
             self.values[str(layer)] = torch.zeros(shape, dtype=dtype, device=device)
         self.tensors = [*self.keys.values(), *self.values.values()]
-        self.rows = torch.arange(batch, device=device)[:, None]  # [batch, 1]
+        self.batch_index = torch.arange(batch, device=device)[:, None]  # [batch, 1]
         self.slots = torch.arange(length, device=device)
         self.filled = 0
 
@@ -87,18 +87,19 @@ class StaticCache:
         slot_count = self.slots.shape[0]  # not len(), which torch.export takes as a constant
         keys = self.keys[layer][:, :, :slot_count]
         values = self.values[layer][:, :, :slot_count]
-        return partial(write, keys, values, self.rows, positions)
+        return partial(write, keys, values, self.batch_index, positions)
 
 
 def write(
-    keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor
+    keys: Tensor, values: Tensor, batch_index: Tensor, slots: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Write k and v of new tokens into a cache, and return the keys and values of the cache.
 
-    Token t of text b goes to slot slots[b, t] of row rows[b, t].
+    k and v are [batch, kv_heads, tokens, head_dim]. Token t of sequence b goes to slot slots[b, t].
+    batch_index is [batch, 1]: 0, 1, 2, ...
     """
-    keys[rows, :, slots] = k.transpose(1, 2)  # [batch, tokens, kv_heads, head_dim]
-    values[rows, :, slots] = v.transpose(1, 2)
+    keys[batch_index, :, slots] = k.transpose(1, 2)  # [batch, tokens, kv_heads, head_dim]
+    values[batch_index, :, slots] = v.transpose(1, 2)
     return keys, values
 
 
@@ -111,21 +112,21 @@ def steps_of(net: nn.Module, cache: StaticCache) -> tuple[Callable, Callable]:
     prefill(ids, positions, last) reads all prompts at once. ids and positions are [batch, tokens],
     and last, [batch], is the position of the last token of each prompt.
 
-    decode(ids, positions) reads one token of each text. Both are [batch].
+    decode(ids, positions) reads one token of each sequence. Both are [batch].
 
-    Both return the logits that choose the next token of each text, [batch, vocab].
+    Both return the logits that choose the next token of each sequence, [batch, vocab].
     """
     # cuDNN's attention would build a plan for each new length, which takes 0.4 to 1 s.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
-    # Prompts have many lengths. Blocks that decode has compiled would be compiled for each.
+    # Prompts have many lengths. Layers that decode has compiled would be compiled for each.
     @torch.compiler.set_stance("force_eager")
     def prefill(ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:
         cache.filled = ids.shape[1]
         hidden = net.model(ids, positions, cache)  # [batch, tokens, hidden]
-        rows = torch.arange(len(ids), device=ids.device)
+        batch_index = torch.arange(len(ids), device=ids.device)
         # The head is large, so it computes the logits of the last tokens only.
-        return net.lm_head(hidden[rows, last])
+        return net.lm_head(hidden[batch_index, last])
 
     def decode(ids: Tensor, positions: Tensor) -> Tensor:
         logits = net(ids[:, None], positions=positions[:, None], cache=cache)  # [batch, 1, vocab]
@@ -138,19 +139,19 @@ def compiled(net: nn.Module, cache: StaticCache, *steps: Callable) -> list[Calla
     """Return compiled versions of steps that take (ids, positions).
 
     A step is compiled once, because the cache keeps its addresses and its shape. On a GPU the
-    blocks are compiled, and then the whole step is captured as a CUDA graph, so that no kernel
+    layers are compiled, and then the whole step is captured as a CUDA graph, so that no kernel
     waits for Python.
     """
     if not cache.slots.is_cuda:
         return [torch.compile(step, dynamic=False) for step in steps]
-    compile_blocks(net)
+    compile_layers(net)
     return [captured(step, cache) for step in steps]
 
 
-def compile_blocks(net: nn.Module) -> None:
-    """Compile one block for a GPU. Its code serves all blocks.
+def compile_layers(net: nn.Module) -> None:
+    """Compile one layer for a GPU. Its code serves all layers.
 
-    The hooks of tensor-parallel blocks differ, so these are not compiled.
+    The hooks of tensor-parallel layers differ, so these are not compiled.
     """
     if hasattr(next(net.parameters()), "placements"):
         return
@@ -160,11 +161,11 @@ def compile_blocks(net: nn.Module) -> None:
         # q, k and v in one kernel, gate and up in another
         "combo_kernels": True,
     }
-    for block in net.model.layers.values():
-        for name, module in block.named_modules():
+    for layer in net.model.layers.values():
+        for name, module in layer.named_modules():
             if name.endswith("_proj"):
                 module.register_forward_pre_hook(store_input)
-        block.compile(fullgraph=True, options=options)
+        layer.compile(fullgraph=True, options=options)
 
 
 def store_input(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
@@ -186,8 +187,8 @@ def captured(step: Callable, cache: StaticCache) -> Callable:
     all_slots = cache.slots
 
     def replay(*inputs: Tensor) -> Tensor:
-        tokens_per_text = inputs[0].numel() // len(inputs[0])
-        cache.filled += tokens_per_text
+        tokens_per_sequence = inputs[0].numel() // len(inputs[0])
+        cache.filled += tokens_per_sequence
         slot_count = math.ceil(cache.filled / BUCKET) * BUCKET
         cache.slots = all_slots[:slot_count]
         key = (len(cache.slots), inputs[0].shape)
@@ -261,22 +262,22 @@ def generate(
         token_ids=[[] for _ in prompts],
         prompt_tokens=sum(map(len, prompts)),
     )
-    finished = set()  # rows of answers that have ended
+    finished = set()  # the prompts whose answers have ended, by number
 
     def take(marked_tokens: list[float]) -> None:
         tokens: list[int | None] = [None] * len(prompts)
-        for row, marked_token in enumerate(marked_tokens):
-            if row in finished:
+        for number, marked_token in enumerate(marked_tokens):
+            if number in finished:
                 continue
-            answer = result.token_ids[row]
+            answer = result.token_ids[number]
             if math.isnan(marked_token):
-                raise not_finite_error(model, f"new token {len(answer) + 1} of prompt {row + 1}")
+                raise not_finite_error(model, f"new token {len(answer) + 1} of prompt {number + 1}")
             token = int(marked_token)
             if token in stop:
-                finished.add(row)
+                finished.add(number)
             else:
                 answer.append(token)
-                tokens[row] = token
+                tokens[number] = token
         if on_tokens:
             on_tokens(tokens)
 
@@ -399,7 +400,7 @@ def speed(
     if decoded_tokens == 0:
         return keys
     keys["decode_tokens_per_second"] = decoded_tokens / result.decode_seconds
-    # Prompts are in the cache from the first decode step on. Each step adds a token of each text.
+    # Prompts are in the cache from the first decode step on. Each step adds a token per sequence.
     cached_tokens = result.prompt_tokens + len(result.token_ids) * (result.decode_steps + 1) / 2
     bytes_per_step = round(weight_bytes + bytes_per_slot * cached_tokens)
     bytes_per_second = bytes_per_step * result.decode_steps / result.decode_seconds

@@ -1,4 +1,4 @@
-"""09_inference/kv_cache.py: the same tokens with every cache, bytes and tokens read by formula, blocks given back."""
+"""09_inference/kv_cache.py: the same tokens with every cache, bytes and tokens read by formula, pages given back."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from support.checkpoints import write_folder
 from support.harness import ODD, assert_refused, config_of, in_long, run, with_fault
 
 SCRIPT = "09_inference/kv_cache.py"
-# of unequal lengths, the first 16 bytes equal: with blocks of 16 tokens they share one
+# of unequal lengths, the first 16 bytes equal: with pages of 16 tokens they share one
 PROMPTS = (
     "import os, sys, x\nimport os, sys, re, json\nimport os, sys, and for i in range(3): print(i)\n"
 )
@@ -95,24 +95,24 @@ def test_without_a_prompt_it_answers_several_of_its_own(tmp_path):
 
 
 FAULTS = {  # a line, and what stands in its place
-    "a block is given back while another text has it": ("(table) - self.held_blocks()", "(table)"),
-    "no block is given back": ("self.free += set(table) - self.held_blocks()", "pass"),
-    "two texts have one block": ("table.append(self.free.pop())", "table.append(self.free[-1])"),
-    "a block comes back to another place of its text": ("] = copy.to(", "] = copy.flip(0).to("),
+    "a page is given back while another text has it": ("(table) - self.held_pages()", "(table)"),
+    "no page is given back": ("self.free += set(table) - self.held_pages()", "pass"),
+    "two texts have one page": ("table.append(self.free.pop())", "table.append(self.free[-1])"),
+    "a page comes back to another place of its text": ("] = copy.to(", "] = copy.flip(0).to("),
     "a token sees the slot after its own": (
         "self.slots <= positions",
         "self.slots - 1 <= positions",
     ),
     "keys of the next token overwrite another text's": (
-        "keys[blocks, :, slots]",
-        "keys[blocks, :, 0]",
+        "keys[pages, :, slots]",
+        "keys[pages, :, 0]",
     ),
 }
 
 
 @pytest.mark.parametrize(
     "fault",
-    [fault if fault == "two texts have one block" else in_long(fault) for fault in FAULTS],
+    [fault if fault == "two texts have one page" else in_long(fault) for fault in FAULTS],
 )
 def test_a_wrong_version_fails_its_own_check(tmp_path, model, fault):
     result = serve(tmp_path, model, script=str(with_fault(SCRIPT, tmp_path, *FAULTS[fault])))

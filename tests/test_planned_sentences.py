@@ -94,7 +94,7 @@ def test_what_else_is_in_a_gpus_memory_on_day_4(tmp_path):
 
 def test_where_the_cache_of_a_decode_step_is_as_large_as_its_weights(tmp_path):
     """The takeaway of 09, for llama-8b in bf16 on an H200."""
-    text = page("09_inference/README.md")
+    text = page("09_inference/README.md").replace("\n", " ")
     plans = []
     for sequences in (1, 28):
         flags = f"--model llama-8b --inference --seq-len 4096 --concurrency {sequences}"

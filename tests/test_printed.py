@@ -1,4 +1,4 @@
-"""What READMEs quote of the output of scripts is what the scripts print, numbers apart."""
+"""What pages quote of the output of scripts is what the scripts print, numbers apart."""
 
 import re
 import shlex
@@ -35,7 +35,8 @@ def cases() -> list:
 
 def test_all_chapters_are_read():
     assert len(OUTPUTS) >= 20
-    assert {quoted.page[:2] for quoted in OUTPUTS} == {f"0{number}" for number in range(1, 10)}
+    pages = {quoted.page[:2] for quoted in OUTPUTS}
+    assert pages >= {f"0{number}" for number in range(1, 10)}
     assert sum(len(list(checked_lines(quoted.lines))) for quoted in OUTPUTS) > 30
 
 

@@ -1,4 +1,4 @@
-"""Compare what READMEs quote of a script's output with what the script prints, numbers apart."""
+"""Compare what pages quote of a script's output with what the script prints, numbers apart."""
 
 import ast
 import re
@@ -21,11 +21,15 @@ class Quoted(NamedTuple):
         [script] = re.findall(r"\S+\.py", self.command)
         return script
 
+    @property
+    def folder(self) -> str:
+        return self.script.split("/")[0]
+
 
 def quoted_outputs() -> list[Quoted]:
-    """Return each command of the chapters that has its output below it."""
+    """Return each command of the chapters and of docs/ that has its output below it."""
     found = []
-    for page in sorted(ROOT.glob("[0-9]*/README.md")):
+    for page in sorted([*ROOT.glob("[0-9]*/README.md"), *ROOT.glob("docs/*.md")]):
         text = page.read_text(encoding="utf-8")
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
             if language == "":
@@ -101,7 +105,7 @@ def not_in_source(quoted: Quoted) -> list[str]:
     A text in the source is recognized where it has at least SHORTEST characters. What an f-string
     inserts may be anything.
     """
-    texts = _texts(quoted.page)
+    texts = _texts(quoted.folder)
     for package in ("common", "training", "lm", "planner"):
         texts += _texts(package)
     missing = []
@@ -109,7 +113,7 @@ def not_in_source(quoted: Quoted) -> list[str]:
         message = line.removeprefix("checked:").strip()
         if not any(text.match(message) for text in texts):
             missing.append(line)
-    sources = "\n".join(file.read_text(encoding="utf-8") for file in _files(quoted.page))
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in _files(quoted.folder))
     for cells in headings(quoted.lines):
         for cell in cells:
             words = max(re.split(r"\d+|, |\b[KMG]i?B\b", cell), key=len).strip()

@@ -174,5 +174,6 @@ def _body(script: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    for file in [*ROOT.glob("README*.md"), *ROOT.glob("[0-9]*/README.md")]:
+    pages = [*ROOT.glob("README*.md"), *ROOT.glob("[0-9]*/README.md"), *ROOT.glob("docs/*.md")]
+    for file in pages:
         file.write_text(regenerate(file.read_text(encoding="utf-8")), encoding="utf-8")
