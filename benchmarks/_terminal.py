@@ -24,7 +24,6 @@ WIDTH = round(COLUMNS * CHARACTER) + 2 * MARGIN
 TYPED = 1.0
 PRINTED = 0.05
 PAUSE = 1.2
-END = 10
 
 # The color behind a line that starts like this.
 MARKED = {"<": GREEN, ">": RED, "exit code": GREEN, "step": ORANGE, "E ": RED, "FAILED": RED}
@@ -44,12 +43,13 @@ def record(session: str, folder: Path) -> list[Line]:
     """
     commands = session.strip().split("\n\n")
     # After each command a byte of 0, and again its exit code in $?.
-    script = "".join(f"{command}\ncode=$?; printf '\\0'; (exit $code)\n" for command in commands)
+    script = "exec 2>&1\n"
+    for command in commands:
+        script += f"{command}\ncode=$?; printf '\\0'; (exit $code)\n"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # with torchrun of this venv
     env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    bash = ["bash", "-c", script]
-    printed = subprocess.run(bash, cwd=folder, env=env, timeout=900, check=False, **pipes).stdout
+    how = {"cwd": folder, "env": env, "timeout": 900, "capture_output": True, "text": True}
+    printed = subprocess.run(["bash", "-c", script], check=False, **how).stdout
 
     lines = []
     for command, output in zip(commands, printed.split("\0"), strict=False):
@@ -67,35 +67,26 @@ def record(session: str, folder: Path) -> list[Line]:
 
 def draw(lines: Sequence[Line], title: str) -> str:
     """Return the SVG of these lines, in the colors of the current theme."""
-    starts = []  # seconds
-    end = 0.5
-    for line, next_line in zip(lines, [*lines[1:], lines[0]], strict=True):
-        starts.append(end)
-        end += TYPED if line.typed else PRINTED
-        end += PAUSE if next_line.typed and not line.typed else PRINTED
-    end += END
-
-    keyframes = ""
     body = ""
-    for number, (line, start) in enumerate(zip(lines, starts, strict=True)):
+    start = 0.0
+    for number, line in enumerate(lines):
         top = TITLE + number * LINE
-        body += _draw_line(line, top)
-        # A cover becomes narrower from the left, so the line appears.
+        seconds = TYPED if line.typed else PRINTED
         steps = COLUMNS if line.typed else 1
-        first = 100 * start / end
-        last = 100 * (start + (TYPED if line.typed else PRINTED)) / end
-        covering = f"opacity:1;transform:scaleX(1);animation-timing-function:steps({steps})"
-        keyframes += f"@keyframes k{number}{{0%,{first:.2f}%{{{covering}}}"
-        keyframes += f"{last:.2f}%,100%{{opacity:1;transform:scaleX(0)}}}}\n"
+        start += PAUSE if line.typed and not lines[number - 1].typed else 0
+        # A cover becomes narrower from the left, so the line appears.
         body += (
-            f'<rect x="1" y="{top}" width="{WIDTH - 2}" height="{LINE}" fill="{theme().box}" '
-            f'opacity="0" style="animation:k{number} {end:.2f}s infinite"/>\n'
+            f'{_draw_line(line, top)}<rect x="1" y="{top}" width="{WIDTH - 2}" height="{LINE}" '
+            f'opacity="0" fill="{theme().box}" '
+            f'style="animation:cover {seconds}s steps({steps}) {start:.2f}s both"/>\n'
         )
+        start += seconds
     height = TITLE + len(lines) * LINE + MARGIN
     return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}"
  viewBox="0 0 {WIDTH} {height}" font-size="14"
  font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace">
-<style>{keyframes}rect{{transform-origin:{WIDTH - 1}px 0}}
+<style>@keyframes cover{{from{{opacity:1}}to{{opacity:1;transform:scaleX(0)}}}}
+rect{{transform-origin:{WIDTH - 1}px 0}}
 @media (prefers-reduced-motion:reduce){{rect{{animation:none!important}}}}</style>
 <rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{theme().box}"
  stroke="{theme().line}"/>
@@ -108,12 +99,8 @@ def draw(lines: Sequence[Line], title: str) -> str:
 def _draw_line(line: Line, top: float) -> str:
     """Draw the text as wide as its columns, whatever font there is."""
     drawn = ""
-    fill = theme().text
-    weight = "normal"
-    if line.text.startswith("#"):
-        fill = theme().quiet
-    elif line.typed:
-        weight = "bold"
+    fill = theme().quiet if line.text.startswith("#") else theme().text
+    weight = "bold" if line.typed and fill == theme().text else "normal"
     for beginning, number in MARKED.items():
         if not line.typed and line.text.startswith(beginning):
             drawn = f'<rect x="{MARGIN / 2}" y="{top + 1}" width="{WIDTH - MARGIN}" height="18" '
