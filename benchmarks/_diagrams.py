@@ -143,11 +143,8 @@ def left_out_call() -> Figure:
         _text(axes, 0.05, top + 0.31, f"rank {rank}", weight="bold")
         draw.arrow(axes, (4.68, top + 0.31), (5.28, top + 0.31), color=red, linestyle="--")
         _text(axes, 5.35, top + 0.31, "waits", color=red, weight="bold")
-    _note(
-        axes,
-        2.9,
-        f"Rank {planted_rank} left out all_reduce(loss). Its next call meets another one.",
-    )
+    call = f"Its call {left_out + 1} meets another collective."
+    _note(axes, 2.9, f"Rank {planted_rank} left out all_reduce(loss). {call}")
     return figure
 
 
@@ -221,9 +218,7 @@ def there_and_back() -> Figure:
                 axes.plot(x, ends, color=draw.color(number), linewidth=1.2, alpha=0.8)
     rows_of_rank = [sum(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(ranks)]
     most = max(rows_of_rank)
-    text = (
-        f"Rank {rows_of_rank.index(most)} has {most} of {sum(rows)} rows: the others wait for it."
-    )
+    text = f"Rank {rows_of_rank.index(most)} computes {most} of {sum(rows)} rows: the others wait."
     _note(axes, 0.36 + ranks * height + 0.12, text)
     return figure
 

@@ -1,4 +1,4 @@
-"""Record commands and what they print, and draw them as an animated terminal.
+"""Record commands and what they print, and draw a terminal in which they appear once.
 
 Without animation, or where the reader has asked for less motion, the picture is the last frame.
 """
