@@ -73,19 +73,24 @@ def text_on(number: int) -> str:
     return "#ffffff" if number == BLUE else _current.text
 
 
-def save(name: str, draw: Callable[[], Figure], kind: str = "svg") -> None:
+def save(name: str, draw: Callable[[], Figure | str], kind: str = "svg") -> None:
     """Draw a picture for both themes: docs/images/NAME.svg and NAME-dark.svg.
 
-    `kind` is "png" for what has thousands of points. The same picture gives the same bytes: no
-    date, no version, and ids that do not depend on chance.
+    `draw` returns a figure, or the text of an SVG. `kind` is "png" for what has thousands of
+    points. The same picture gives the same bytes: no date, no version, and ids that do not depend
+    on chance.
     """
     global _current
     unset = ("Date", "Creator") if kind == "svg" else ("Software",)
     for _current in (LIGHT, DARK):
         with matplotlib.rc_context(_settings(_current)):
             figure = draw()
+            file = IMAGES / f"{name}{_current.suffix}.{kind}"
+            if isinstance(figure, str):
+                file.write_text(figure, encoding="utf-8")
+                continue
             figure.savefig(
-                IMAGES / f"{name}{_current.suffix}.{kind}",
+                file,
                 transparent=True,
                 dpi=144,
                 bbox_inches="tight",

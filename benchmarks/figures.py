@@ -21,6 +21,7 @@ import _diagrams as diagrams
 import _draw as draw
 import _measure
 import _schemes as schemes
+import _terminal as terminal
 from _measure import REPO, RESULTS, Side
 
 from common import cli, exits, files
@@ -160,6 +161,44 @@ def pipeline() -> None:
     draw.save("pipeline", partial(charts.pipeline, shown))
 
 
+# Bug 19 of gym.py, as somebody meets it: no error, another loss, and the test that fails.
+BYPASSED = r"""
+# a bug: the loss goes around DDP's wrapper
+python gym.py 19 --folder ../gym19 > symptom
+
+diff {.,../gym19}/05_ddp/minimal.py | grep loss
+
+# one process, and two ranks with the bug
+python 05_ddp/minimal.py --dtype fp32 > one
+
+torchrun --standalone --nproc_per_node=2 \
+../gym19/05_ddp/minimal.py --dtype fp32 > two
+
+echo "exit code $?"
+
+# no error, but the ranks have trained apart
+paste one two
+
+# a test sees it
+python gym.py 19 --folder ../gym19 --check --verbose |
+grep -oE '^E +assert.*|^FAILED [^[]+'
+"""
+
+
+def wrapper_bypassed() -> None:
+    """Record, in a copy of the repository, two ranks that do not average their gradients."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "models", "runs", "__pycache__")
+    with tempfile.TemporaryDirectory(prefix="terminal-") as folder:
+        copy = Path(folder, "gpu-training")
+        shutil.copytree(REPO, copy, ignore=left_out)
+        lines = terminal.record(BYPASSED, copy)
+    printed = [line.text for line in lines if not line.typed]
+    assert "exit code 0" in printed, printed
+    assert printed[-1].startswith("FAILED"), printed
+    title = "CPU processes; waiting times are left out"
+    draw.save("wrapper_bypassed", partial(terminal.draw, lines, title))
+
+
 # drawn, not measured: for README.md and the chapters
 SCHEMES = {
     "who_holds_what": schemes.who_holds_what,
@@ -174,6 +213,7 @@ SCHEMES = {
 }
 PICTURES = {
     **{name: partial(draw.save, name, picture) for name, picture in SCHEMES.items()},
+    "wrapper_bypassed": wrapper_bypassed,
     "kernels_of_a_step": kernels_of_a_step,
     "memory_planned": memory_planned,
     "memory_over_a_step": memory_over_a_step,

@@ -43,6 +43,17 @@ def test_every_bug_has_a_test_a_chapter_and_another_fix():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("file", ["wrapper_bypassed.svg", "wrapper_bypassed-dark.svg"])
+def test_the_recorded_terminal_of_the_readme_shows_the_bug_as_it_is(file):
+    """Bug 19: the line that it changes, its change, and its test. `make figures` records again."""
+    shown = (ROOT / "docs/images" / file).read_text(encoding="utf-8").replace("\u00a0", " ")
+    number = int(re.search(r"gym\.py (\d+)", shown)[1])
+    fault = gym.fault_of(BUGS[number - 1])
+    assert f"{fault.old.rstrip()}</text>" in shown
+    assert f"{fault.new.rstrip()}</text>" in shown
+    assert f"{fault.test.split('[')[0]}</text>" in shown
+
+
 def test_there_are_enough_bugs():
     assert len({bug["symptom"] for bug in BUGS}) == len(BUGS) >= 15
 
