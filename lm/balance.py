@@ -73,7 +73,7 @@ class Balance:
         self.tensor_mesh: DeviceMesh | None = None
 
     def shard_tokens(self, my_tokens: Tensor, tensor_mesh: DeviceMesh | None) -> None:
-        """Say which tokens of each sequence this rank has, and which ranks share a loss."""
+        """Set the tokens of each sequence that this rank has, and the ranks that share a loss."""
         self.my_tokens = my_tokens
         self.tensor_mesh = tensor_mesh
 

@@ -52,10 +52,14 @@ def plan_exchange(leaving: Tensor, arriving: Tensor) -> Exchange:
 
 
 def by_owner(counts: Tensor, ranks: int) -> Tensor:
-    """Return counts of all experts as [ranks, experts of a rank], with 0 for experts that lack."""
-    experts_of_rank = math.ceil(len(counts) / ranks)
-    padding = ranks * experts_of_rank - len(counts)
-    return F.pad(counts, (0, padding)).view(ranks, experts_of_rank)
+    """Turn [..., experts] into [..., ranks, experts of a rank]: the counts by the experts' ranks.
+
+    The last ranks may have fewer experts than the others. They get zeros for those that they lack.
+    """
+    experts = counts.shape[-1]
+    experts_of_rank = math.ceil(experts / ranks)
+    padding = ranks * experts_of_rank - experts
+    return F.pad(counts, (0, padding)).unflatten(-1, (ranks, experts_of_rank))
 
 
 def run_experts(
@@ -73,7 +77,7 @@ def run_experts(
         experts: experts(rows, counts) runs this rank's experts, as Experts of lm/moe.py does.
         group: The ranks that share the experts.
         rows: This rank's rows, ordered by expert.
-        counts: How many rows each of all experts has, [experts].
+        counts: How many rows there are for each of all experts, [experts].
     """
     leaving = by_owner(counts, group.size())
     arriving = all_to_all_with_backward(leaving, None, None, group)

@@ -25,16 +25,21 @@ CASES = {  # ranks, flags
     "tensor, context": (4, "--tp 2 --cp 2 --ep 2 --micro-batch-size 4"),
 }
 
+
 def on_ranks(folder: Path, ranks: int, flags: str) -> Result:
     from support.harness import train
+
     return train(SCRIPT, folder, *flags.split(), nproc=ranks)
+
 
 @pytest.fixture(scope="module")
 def skewed(once):
     return once("skewed", write_skewed)
 
+
 def start(folder, skewed, script, n, *flags):
     return train(script, folder, "--model", skewed, *STEPS, *BALANCED, *flags, nproc=n)
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_experts_on_ranks_train_as_one_process(once, skewed, case):
