@@ -181,26 +181,15 @@ def runs(once):
         in_full("06_fsdp_zero/train_fsdp.py", 4, 1, ()),
         in_full("06_fsdp_zero/train_fsdp.py", 2, 6, ("--checkpointing", "full")),
         in_full("05_ddp/train.py", 2, 6, ()),
-        (MESH, 2, 3, ("--ep", 2)),
-        (MESH, 4, 3, ("--tp", 2, "--ep", 2)),
-        in_full(MESH, 4, 3, ("--ep", 4, "--checkpointing", "full")),
-        in_full(MESH, 4, 3, ("--ep", 2, "--replicate", 2, "--checkpointing", "selective")),
-        in_full(MESH, 4, 6, ("--cp", 2, "--ep", 4)),
-        in_long(MESH, 1, 12, ()),
-        in_long(MESH, 2, 3, ()),
-        in_long(MESH, 2, 6, ("--tp", 2)),
-        in_long(MESH, 2, 6, ("--tp", 2, "--ep", 2)),
-        in_long(MESH, 4, 1, ("--ep", 2)),
-        in_long(MESH, 4, 2, ("--tp", 2, "--ep", 4, "--checkpointing", "full")),
-        in_long(MESH, 2, 6, ("--cp", 2, "--ep", 2)),
-        in_long(MESH, 4, 12, ("--tp", 2, "--cp", 2, "--ep", 2, "--checkpointing", "selective")),
-        in_long(MESH, 4, 12, ("--tp", 2, "--ep", 2, "--replicate", 2)),
     ],
 )
 def test_training_equals_one_process(runs, script, n, micro, flags):
     """Losses, norms, gradients and the tokens of each expert, with balance loss and bias."""
+    assert_trained_as_one_process(runs(script, n, micro, *flags), runs)
+
+
+def assert_trained_as_one_process(result: Result, runs) -> None:
     baseline = runs("04_amp/train.py", None, 12)
-    result = runs(script, n, micro, *flags)
     for column in ("loss", "grad_norm", "balance_loss", "val_loss"):
         assert result.column(column) == pytest.approx(baseline.column(column), rel=1e-5), column
     assert result.column("expert_tokens") == baseline.column("expert_tokens")
@@ -259,6 +248,34 @@ def test_a_trained_model_answers_as_in_transformers(runs, tmp_path):
     assert_refused(
         run("06_fsdp_zero/convert_checkpoint.py", tmp_path, biased, "other", "--to", "hf"), "bias"
     )
+
+
+EXPERT_RANKS = {  # ranks, micro-batch, flags
+    "all": (2, 3, ("--ep", 2)),
+    "tensor": (4, 3, ("--tp", 2, "--ep", 2)),
+    "a rank without tokens": (4, 3, ("--ep", 4, "--checkpointing", "full")),
+    "context": (4, 6, ("--cp", 2, "--ep", 4)),
+    "copies, recomputed": (4, 1, ("--ep", 2, "--replicate", 2, "--checkpointing", "selective")),
+    "one process": (1, 12, ()),
+    "no expert ranks": (2, 3, ()),
+    "tensor, no expert ranks": (2, 6, ("--tp", 2)),
+    "tensor ranks": (2, 6, ("--tp", 2, "--ep", 2)),
+    "some": (4, 1, ("--ep", 2)),
+    "tensor, all": (4, 2, ("--tp", 2, "--ep", 4, "--checkpointing", "full")),
+    "context ranks": (2, 6, ("--cp", 2, "--ep", 2)),
+    "tensor, context": (4, 12, ("--tp", 2, "--cp", 2, "--ep", 2, "--checkpointing", "selective")),
+    "tensor, copies": (4, 6, ("--tp", 2, "--ep", 2, "--replicate", 2)),
+}
+OFTEN = ("all", "tensor")
+IN_FULL = ("a rank without tokens", "context", "copies, recomputed")
+IN_LONG = [ranks for ranks in EXPERT_RANKS if ranks not in (*OFTEN, *IN_FULL)]
+
+
+@pytest.mark.parametrize("ranks", [*OFTEN, *map(in_full, IN_FULL), *map(in_long, IN_LONG)])
+def test_experts_on_several_ranks_train_as_one_process(runs, ranks):
+    """The tokens of each expert say that in layer 0 most go to two of them, and none to two."""
+    n, micro, flags = EXPERT_RANKS[ranks]
+    assert_trained_as_one_process(runs(MESH, n, micro, *flags), runs)
 
 
 # Each rank writes the norm by which it clips. SGD takes a step in place of AdamW, whose step hardly
@@ -333,7 +350,8 @@ def test_experts_move_to_other_ranks_and_to_a_folder(once, runs, tmp_path):
 
 @pytest.mark.full
 def test_a_dry_run_has_the_bytes_of_real_ranks(once, runs, tmp_path):
-    real = runs(MESH, 4, 3, "--tp", 2, "--ep", 2)
+    n, micro, mesh = EXPERT_RANKS["tensor"]
+    real = runs(MESH, n, micro, *mesh)
     flags = ("--model", once("skewed", write_skewed), "--tp", 2, "--ep", 2)
     dry_run = train(MESH, tmp_path, *flags, "--dry-run", "--world-size", 4)
     (stage,) = dry_run.summary["stages"]
