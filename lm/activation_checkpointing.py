@@ -85,8 +85,8 @@ ATTENTION = (  # how the operators' names begin
 )
 # The matmuls of experts, and the all-to-alls of lm/exchange.py.
 OF_EXPERTS = ("aten::_grouped_mm", "_c10d_functional::all_to_all_single")
-# FSDP marks its work for the profiler. If experts are sharded apart from their block, it marks other
-# work in recomputation than in forward, and torch would say that it has kept no such mark.
+# FSDP marks its work for the profiler. If experts are sharded apart from their block, it has other
+# work in recomputation than in forward, and torch would raise because it has kept no such mark.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 # Without a fused kernel torch computes attention by matmuls and this softmax. It has no result that
