@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -82,6 +83,12 @@ ATTENTION = (  # how the operators' names begin
     "torch_attn::_varlen_attn",  # varlen_attn
     "flex_attention",  # flex_attention, a higher-order operator
 )
+# The matmuls of experts, and the all-to-alls of lm/exchange.py.
+OF_EXPERTS = ("aten::_grouped_mm", "_c10d_functional::all_to_all_single")
+# FSDP marks its work for the profiler. If experts are sharded apart from their block, it has other
+# work in recomputation than in forward, and torch would raise because it has kept no such mark.
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 # Without a fused kernel torch computes attention by matmuls and this softmax. It has no result that
 # stands for all of it, and everything is computed again.
 ATTENTION_BY_MATMULS = "aten::_safe_softmax"
@@ -105,7 +112,10 @@ def selective_contexts(last_matmul: tuple[int, ...], attention: set[str]) -> tup
         is_matmul = name in ("aten::mm", "aten::addmm")  # addmm is a matmul with a bias
         if is_matmul and args[-1].shape != last_matmul:
             return CheckpointPolicy.MUST_SAVE
-        if name == "aten::_grouped_mm":  # of experts
+        if name in OF_EXPERTS:
+            return CheckpointPolicy.MUST_SAVE
+        if name == "aten::_to_copy" and kwargs.get("device") == torch.device("cpu"):
+            # The sizes of an exchange of rows. To copy them again, the CPU would wait for the GPU.
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -24,6 +24,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from common import runtime
 from common.exits import UserError
@@ -68,6 +69,13 @@ class Balance:
         self.step_counts = torch.zeros(len(self.mixtures), experts, dtype=torch.long, device=device)
         self.step_loss = torch.zeros((), device=device)
         self.counted_ahead: Tensor | None = None
+        self.my_tokens: Tensor | slice = slice(None)
+        self.tensor_mesh: DeviceMesh | None = None
+
+    def shard_tokens(self, my_tokens: Tensor, tensor_mesh: DeviceMesh | None) -> None:
+        """Set the tokens of each sequence that this rank has, and the ranks that share a loss."""
+        self.my_tokens = my_tokens
+        self.tensor_mesh = tensor_mesh
 
     @torch.no_grad()
     def start_step(
@@ -85,8 +93,10 @@ class Balance:
         counts = torch.zeros_like(self.step_counts)
         stream = self.batches.stream(step - 1)
         for inputs, targets in islice(stream, self.batches.accumulation_steps):
+            inputs = inputs.to(counts.device)[:, self.my_tokens]
+            targets = targets.to(counts.device)[:, self.my_tokens]
             with autocast():
-                self.net(inputs.to(counts.device), targets.to(counts.device))
+                self.net(inputs, targets)
             counts += self.last_counts()
         self.counted_ahead = over_ranks(counts)
 
@@ -106,8 +116,9 @@ class Balance:
         k = self.mixtures[0].experts_per_token
         frequency = choices * k / choices.sum()  # f: the sum over experts is k
         probability = torch.stack([load.mean_probability for load in self.net.model.loads])
+        probability = self.over_tensor_ranks(probability.mean(dim=0))
         experts = len(choices)
-        loss = self.weight * experts * (frequency * probability.mean(dim=0)).sum()
+        loss = self.weight * experts * (frequency * probability).sum()
         self.step_loss += loss.detach()
         return loss
 
@@ -129,6 +140,16 @@ class Balance:
             micro_batches = self.batches.accumulation_steps * runtime.ranks().world_size
             values["balance_loss"] = over_ranks(self.step_loss) / micro_batches
         return values
+
+    def over_tensor_ranks(self, probability: Tensor) -> Tensor:
+        """Return the mean over tensor ranks, which have other tokens and the same loss."""
+        if self.tensor_mesh is None:
+            return probability
+        from torch.distributed.tensor import DTensor, Partial
+
+        # Backward gives each rank the gradient of its own summand.
+        summand = probability / self.tensor_mesh.size()
+        return DTensor.from_local(summand, self.tensor_mesh, [Partial()]).full_tensor()
 
     def last_counts(self) -> Tensor:
         """Return the counts of the last forward on this rank, [layers, experts]."""
