@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from support.checkpoints import assert_same_first_gradients, moments
+from support.checkpoints import assert_same_first_gradients, moments, saved
 from support.harness import Result, assert_refused, drop_after, in_full, run, train
 
 from common.exits import UserError
@@ -211,6 +211,15 @@ def test_a_bias_moves_tokens_away_from_busy_experts(runs):
     first, last = (biased.column("expert_tokens")[step][0] for step in (0, -1))
     assert last[0] < first[0] / 2
     assert biased.column("loss")[0] < baseline.column("loss")[0]  # which has the balance loss
+
+
+def test_a_step_that_fp16_skips_moves_no_bias(runs):
+    """Expert 0 is always the busiest, so each other step lowers its bias."""
+    result = runs("04_amp/train.py", None, 12, "--dtype", "fp16", "--balance-loss", 1)
+    skipped = int(result.column("skipped_steps")[-1])
+    assert 0 < skipped < 4
+    bias = saved(result.folder, 4)["model"]["model.layers.0.mlp.bias"]
+    assert bias[0].item() == pytest.approx(-0.001 * (4 - skipped))
 
 
 def test_a_trained_model_answers_as_in_transformers(runs, tmp_path):
