@@ -199,10 +199,11 @@ def main() -> int:
         scaler.update()
         previous_scale = scale
         scale = scaler.get_scale()
-        if scale >= previous_scale:  # a lower scale means that the step was skipped
+        skipped = scale < previous_scale
+        if not skipped:
             scheduler.step()
         optimizer.zero_grad()
-        values = objects.end_step() if objects.end_step else {}
+        values = objects.end_step(skipped=skipped) if objects.end_step else {}
 
         # Log, evaluate and save. All three contain collectives, so every rank must take part.
         stop = runtime.stop_requested()  # the same on all ranks

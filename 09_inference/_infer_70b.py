@@ -153,6 +153,22 @@ def check_layout(args, config: shapes.Config) -> int:
     return ranks
 
 
+def check_graph(args, config: shapes.Config, ranks: int, device: torch.device) -> None:
+    """Raise UserError for a mixture of experts that --compile cannot capture as a CUDA graph.
+
+    Without grouped_mm, the CPU reads how many tokens chose each expert: see lm/moe.py.
+    """
+    if not args.compile or device.type != "cuda" or config.experts is None:
+        return
+    channels = config.experts.moe_intermediate_size // ranks
+    if args.dtype == "bf16" and channels % 8 == 0 and config.hidden_size % 8 == 0:
+        return
+    raise exits.UserError(
+        f"--compile with --dtype {args.dtype} and {channels} channels of an expert on a rank: a "
+        "CUDA graph of a mixture of experts needs bf16 and a multiple of 8: leave out --compile"
+    )
+
+
 def check_room(
     args, config: shapes.Config, ranks: int, cache_tokens: int, device: torch.device
 ) -> dict:

@@ -292,6 +292,7 @@ def main() -> int:
     device = runtime.init_process_group(args.device)
     runtime.seed_all(args.seed)
     args.dtype = choose_dtype(args, config, device)
+    helper.check_graph(args, config, ranks, device)
     row = helper.check_room(args, config, ranks, cache_tokens, device)
     net = load_model(args, config, device)
     say_if_random(args.model)

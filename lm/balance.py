@@ -123,14 +123,16 @@ class Balance:
         return loss
 
     @torch.no_grad()
-    def end_step(self) -> dict[str, Tensor]:
+    def end_step(self, *, skipped: bool = False) -> dict[str, Tensor]:
         """Move the biases. Return what metrics.jsonl has of the step. Every rank must call this.
+
+        If the optimizer skipped the step, the biases stay, too.
 
         expert_tokens: how many tokens chose each expert in each layer, [layers, experts].
         balance_loss: what the loss has of it, times its weight, if the weight is not 0.
         """
         counts = over_ranks(self.step_counts)
-        if self.bias_rate > 0:
+        if self.bias_rate > 0 and not skipped:
             for mixture, load in zip(self.mixtures, counts.float(), strict=True):
                 step = self.bias_rate * torch.sign(load.mean() - load)
                 assert mixture.bias is not None

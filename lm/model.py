@@ -278,15 +278,16 @@ class RMSNorm(nn.RMSNorm):
     """RMS normalization.
 
     Under autocast nn.RMSNorm computes in fp32 and returns fp32. This class casts the result to the
-    autocast dtype once. Otherwise q_proj, k_proj and v_proj would each cast it.
+    autocast dtype once. Otherwise q_proj, k_proj and v_proj would each cast it. It also casts the
+    input, because torch has no fused kernel for a 16-bit input and fp32 weights.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
+            y = super().forward(x.float())
             return y.to(torch.get_autocast_dtype(device_type))
-        return y
+        return super().forward(x)
 
 
 def rope_tables(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

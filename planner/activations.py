@@ -31,10 +31,11 @@ def attention_parts(rank: Rank) -> Parts:
     """Return what the attention of a block keeps.
 
     It keeps its norm and input, and for the attention kernel q, k, v, the output and the fp32
-    log-sum-exp of each head. Context parallelism, unless it is a ring, keeps the keys and values of
-    all its ranks; and the output twice: of two chunks for the kernel, and joined for the next
-    matmul. Latent attention gives each head its own key and value; it also keeps the latents
-    before and after their norm, the shared key, and queries and keys before rotation.
+    log-sum-exp of each head. Norms of queries and keys keep their input. Context parallelism,
+    unless it is a ring, keeps the keys and values of all its ranks; and the output twice: of two
+    chunks for the kernel, and joined for the next matmul. Latent attention gives each head its own
+    key and value; it also keeps the latents before and after their norm, the shared key, and
+    queries and keys before rotation.
     """
     shape = rank.shape
     keys_and_values = 2 * shape.kv_width
@@ -50,6 +51,10 @@ def attention_parts(rank: Rank) -> Parts:
         "attention's output": outputs * shape.value_width * rank.e,
         "log-sum-exp": 4 * shape.heads,
     }
+    if shape.qk_norm:
+        kept = 8 if rank.plan.on_cpu else rank.residual_size
+        parts["norms' q, k"] = (shape.q_width + shape.kv_width) * kept
+        parts["1/rms of heads"] = 4 * (shape.heads + shape.kv_heads)
     if shape.kv_rank:
         latents = 2 * (shape.q_rank + shape.kv_rank)
         before_rotation = shape.q_width + shape.heads * (shape.nope + shape.value_dim)
@@ -72,8 +77,8 @@ def mlp_parts(rank: Rank, *, experts: bool) -> Parts:
     parts["product"] = ffn
     if experts:
         del parts["matmul's input"]
-        parts["copies for experts"] = shape.active_experts * shape.hidden * rank.e
-        parts["experts' results"] = shape.active_experts * shape.hidden * rank.e
+        parts["copies for experts"] = expert_rows(rank)
+        parts["experts' results"] = expert_rows(rank)
         parts["router"] = 4 * (shape.hidden + shape.experts)
     return parts
 
@@ -142,11 +147,43 @@ def in_mlp_backward(rank: Rank, *, experts: bool) -> float:
     """Return the bytes per token while backward is inside the MLP of a block.
 
     All that backward needs of the block is there. So are the gradients of the block's output, and
-    of silu(gate) and up.
+    of silu(gate) and up. A mixture of experts: see in_mixture_backward.
+    """
+    if experts:
+        return in_mixture_backward(rank)
+    output_gradient = rank.shape.hidden * rank.residual_size
+    inner_gradients = 2 * rank.shape.ffn * rank.e
+    return whole_block(rank, experts=False) + inner_gradients + output_gradient
+
+
+def in_mixture_backward(rank: Rank) -> float:
+    """Return the bytes per token at the beginning of a mixture's backward.
+
+    All that backward needs of the block is there. It makes the gradients of the experts' results,
+    and of their weights, which are as large until they are summed. Autocast sums the results in
+    fp32: their gradient has a 16-bit copy before.
     """
     output_gradient = rank.shape.hidden * rank.residual_size
-    inner_gradients = 2 * rank.shape.active_ffn(experts) * rank.e
-    return whole_block(rank, experts=experts) + inner_gradients + output_gradient
+    copies = 3 if rank.cast_size else 2
+    return whole_block(rank, experts=True) + output_gradient + copies * expert_rows(rank)
+
+
+def in_last_stack_backward(rank: Rank) -> float:
+    """Return the bytes per token at the gradient of gate_proj, the last of a mixture's stacks.
+
+    Of the experts there are the copies of the tokens with two gradients, and a gradient of gate.
+    """
+    mixture = mlp_parts(rank, experts=True)
+    beside_experts = mixture["norm's input"] + mixture["1/rms"] + mixture["router"]
+    gate = rank.shape.active_experts * rank.shape.expert_ffn * rank.e
+    residual_gradient = rank.shape.hidden * rank.residual_size
+    of_attention = sum(attention_parts(rank).values())
+    return of_attention + beside_experts + residual_gradient + 3 * expert_rows(rank) + gate
+
+
+def expert_rows(rank: Rank) -> float:
+    """Return the bytes of a token's copies, of which each of its experts has one."""
+    return rank.shape.active_experts * rank.shape.hidden * rank.e
 
 
 def in_attention_backward(rank: Rank) -> float:

@@ -86,9 +86,18 @@ def prefill_bytes(shape: Shape, *, tokens: int, bytes_each: float, tp: int = 1) 
     """Return the bytes of activations while prompts of so many tokens pass a block.
 
     The MLP is the widest part: its input, the residual and its output have `hidden` numbers per
-    token, and gate, up and their product have `ffn`. The ranks share the latter.
+    token, and gate, up and their product have `ffn`. The ranks share the latter. A mixture has
+    a copy of the token for each of its experts, and what lm/moe.py computes from it.
     """
-    return tokens * (3 * shape.hidden + 3 * shape.ffn / tp) * bytes_each
+    numbers = 3 * shape.hidden + 3 * shape.ffn / tp
+    if shape.experts:
+        copies = shape.active_experts * shape.hidden
+        gate = shape.active_experts * shape.expert_ffn / tp
+        # At gate * up, at down_proj, and when the results are weighted.
+        widest = max(copies + 3 * gate, 2 * copies + 2 * gate, 3 * copies)
+        mixture = 2 * shape.hidden + widest
+        numbers = mixture if shape.expert_layers == shape.layers else max(numbers, mixture)
+    return tokens * numbers * bytes_each
 
 
 def logits_bytes(shape: Shape, *, sequences: int, bytes_each: float) -> float:

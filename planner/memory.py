@@ -15,7 +15,12 @@ The moments, in order:
     last gradients   backward is at the embedding; the optimizer's step adds nothing to this
     evaluation       forward of held-out sequences between steps, which is never compiled
 
-In a pipeline the blocks are those of the rank's stage.
+In a pipeline the blocks are those of the rank's stage. If they have experts, a column has the
+fuller of two moments:
+
+    last block       backward is at the experts' results, or at the first of their three gradients;
+                     with FSDP, or in the block before, beside the gradients of the last
+    first MLP        backward is at the experts' results, or at the last of their three gradients
 """
 
 from dataclasses import dataclass
@@ -35,6 +40,10 @@ MOMENTS = (
     "last gradients",
     "evaluation",
 )
+OR_LATER = {
+    "last block": "later in last block",
+    "first MLP": "last stack",
+}  # of a mixture of experts
 BEFORE_BACKWARD = ("end of forward", "loss backward")
 ZERO_PAPER = "Rajbhandari et al. 2020, arXiv:1910.02054, section 5"
 
@@ -71,7 +80,7 @@ class Row:
 
 def always(size: float) -> dict[str, float]:
     """Return the cells of a part that has the same bytes at all moments."""
-    return dict.fromkeys(MOMENTS, size)
+    return dict.fromkeys((*MOMENTS, *OR_LATER.values()), size)
 
 
 # --- the parts
@@ -151,8 +160,12 @@ def gradients(rank: Rank) -> Row:
         second_of_tied = rank.embedding * second_gradient_size(rank)
         words += f" + {second_gradient_size(rank)} bytes at the end for each of the tied matrix"
 
+    stack = 0.0 if plan.is_fsdp else rank.expert_stack
     if rank.gradients_are_there:
         cells = always(size)
+        in_16_bits_and_fp32 = stack * (rank.cast_size + 4)
+        cells["later in last block"] += in_16_bits_and_fp32
+        cells["last stack"] += in_16_bits_and_fp32
         if not plan.is_ddp:
             cells["evaluation"] = 0.0
         cells["last gradients"] += second_of_tied
@@ -173,6 +186,9 @@ def gradients(rank: Rank) -> Row:
         "first attention": size - each * (rank.qkv_matrices + embedding_to_come),
         "last gradients": size + second_of_tied,
     }
+    if plan.is_fsdp and rank.layers > 2:
+        cells["later in last block"] = of_head + each * rank.largest_layer
+    cells["last stack"] = cells["first MLP"] + stack * (3 * each + rank.cast_size)
     return Row("gradients", cells, f"{words}; they come one by one in backward")
 
 
@@ -217,6 +233,11 @@ def kept_activations(rank: Rank) -> Row:
     cells["last block"] = size - consumed * tokens + in_mlp
     cells["first MLP"] = of_other_micro_batches + in_mlp
     cells["first attention"] = of_other_micro_batches + in_attention
+    if experts:
+        gone = of_block if rank.plan.is_fsdp else 3 * activations.expert_rows(rank)
+        cells["later in last block"] = cells["last block"] - gone * tokens
+        in_last_stack = activations.in_last_stack_backward(rank) * tokens
+        cells["last stack"] = of_other_micro_batches + in_last_stack
     words = f"{tokens:,.0f} tokens x ({rank.layers} layers x {of_block:,.0f} bytes"
     if rank.plan.pp > 1:
         words += f" x {rank.in_flight:g} micro-batches in flight"
@@ -329,6 +350,9 @@ def gathered_weights(rank: Rank) -> Row:
     else:
         for moment in BEFORE_BACKWARD:
             cells[moment] -= block
+        if rank.expert_layers:  # the first block is the last to be gathered
+            cells["first MLP"] -= block
+            cells["last stack"] -= block
     words = (
         f"2 blocks x {rank.largest_layer:,.0f} parameters x {block / rank.largest_layer:.3g} bytes "
         f"+ {rank.root:,.0f} of embedding and head x {size}"
@@ -355,6 +379,8 @@ def gathered_in_two_groups(rank: Rank) -> Row:
         "first attention": 2 * block,
         "evaluation": in_forward,
     }
+    if rank.expert_layers:
+        cells |= {"later in last block": 2 * block, "first MLP": block, "last stack": block}
     each = f"{block / rank.largest_layer:.3g}"
     words = f"2 blocks x {rank.largest_layer:,.0f} x {each} bytes, or {rank.embedding:,.0f} of head"
     return Row("gathered weights", cells, f"{words}: fully_shard")
@@ -393,6 +419,14 @@ def reduced_gradients(rank: Rank) -> Row:
         size += 4
     block = rank.layer_adapters or rank.largest_layer
     cells = {"last block": block * size}
+    if rank.expert_layers:
+        of_later_block = 4.0 * block if rank.layers > 1 else 0.0
+        cells = {
+            "last block": 0.0,
+            "later in last block": of_later_block,
+            "first MLP": of_later_block,
+            "last stack": of_later_block + 3 * rank.expert_stack * rank.e,
+        }
     if not rank.plan.adapters:
         copy_is_gradient = rank.plan.shards == 1 and not rank.gradients_stay_whole
         size_of_last = size - 4 if copy_is_gradient else size
@@ -400,7 +434,9 @@ def reduced_gradients(rank: Rank) -> Row:
             cells["head gradient"] = rank.embedding * size_of_last
             cells["last gradients"] = rank.embedding * size_of_last
             if not copy_is_gradient:
-                beside_head = block * rank.e + rank.embedding * 4
+                beside_head = rank.embedding * 4.0
+                if not rank.expert_layers:
+                    beside_head += block * rank.e
                 cells["last block"] = max(cells["last block"], beside_head)
         else:
             cells["last gradients"] = rank.root * size_of_last
@@ -426,6 +462,8 @@ def casts(rank: Rank) -> Row:
         "loss backward": for_backward,
         "last block": all_casts - head if keeps_all else rank.before_down * rank.cast_size,
         "first MLP": rank.before_down * rank.cast_size,
+        "later in last block": all_casts - head if keeps_all else rank.before_down * rank.cast_size,
+        "last stack": rank.beside_stacks * rank.cast_size,
         "first attention": rank.qkv_matrices * rank.cast_size,
         "evaluation": all_casts,
     }
@@ -472,6 +510,11 @@ class Memory:
     def __init__(self, shape: Shape, plan: Plan, stage: int = 0) -> None:
         self.rank = Rank(shape, plan, stage)
         self.rows = [part(self.rank) for part in PARTS]
+        if self.rank.expert_layers:
+            for moment, later in OR_LATER.items():
+                if sum(row[later] for row in self.rows) > sum(row[moment] for row in self.rows):
+                    for row in self.rows:
+                        row.cells[moment] = row[later]
         self.moments = {}
         for moment in MOMENTS:
             self.moments[moment] = sum(row[moment] for row in self.rows)

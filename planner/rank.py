@@ -1,5 +1,7 @@
 """One rank of a plan, with the sizes that its bytes and seconds follow from."""
 
+from math import ceil
+
 from lm.stages import split_layers, stages_of_rank
 from planner.plan import DTYPES, GROUP, Plan
 from planner.shape import Shape, count
@@ -62,6 +64,11 @@ class Rank:
         self.qkv_matrices = count(attention[:-1]) / plan.tp
         self.layer_matrices = count(attention) + count(shape.feed_forward_matrices(shape.ffn))
         self.before_down = (count(attention) + 2 * shape.hidden * shape.ffn) / plan.tp
+        # Backward of a mixture starts behind down_proj: all gradients of the layer are to come.
+        self.expert_stack = shape.experts * shape.hidden * shape.expert_ffn / plan.ep  # one of 3
+        self.beside_stacks = (beside_experts - shape.vector_parameters()) / plan.tp
+        if self.expert_layers:
+            self.before_down = self.beside_stacks + 3 * self.expert_stack
 
         # Under autocast the residual stream is fp32, and matmuls cast the fp32 weights. FSDP casts
         # weights when it gathers them, and everything is in --dtype.
@@ -106,8 +113,21 @@ class Rank:
         """Return how many parameters the rank holds if ZeRO shards them from stage `since` on."""
         if self.plan.zero < since:
             return self.all_parameters
-        experts = self.expert_parameters / self.plan.expert_shards
-        return self.parameters / self.plan.shards + experts
+        return self.parameters / self.plan.shards + self.expert_parameters * self.largest_shard
+
+    @property
+    def largest_shard(self) -> float:
+        """The largest share of its experts that a rank holds when they are sharded.
+
+        fully_shard gives a rank whole experts: 6 on 4 ranks are 2, 2, 2 and none.
+        """
+        plan = self.plan
+        if not plan.is_fsdp or not self.shape.experts:
+            return 1 / plan.expert_shards
+        experts = self.shape.experts // plan.ep
+        if plan.ep == 1:  # tensor parallelism has a part of each expert
+            return ceil(experts / plan.shards) / experts / plan.tp
+        return ceil(experts / plan.expert_shards) / experts
 
     def frozen_bytes(self, size: float) -> float:
         """Return the bytes of all frozen weights if those in 4 bits have `size` bytes each."""

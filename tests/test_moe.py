@@ -228,6 +228,15 @@ def test_a_bias_moves_tokens_away_from_busy_experts(runs):
     assert biased.column("loss")[0] < baseline.column("loss")[0]  # which has the balance loss
 
 
+def test_a_step_that_fp16_skips_moves_no_bias(runs):
+    """Expert 0 is always the busiest, so each other step lowers its bias."""
+    result = runs("04_amp/train.py", None, 12, "--dtype", "fp16", "--balance-loss", 1)
+    skipped = int(result.column("skipped_steps")[-1])
+    assert 0 < skipped < 4
+    bias = saved(result.folder, 4)["model"]["model.layers.0.mlp.bias"]
+    assert bias[0].item() == pytest.approx(-0.001 * (4 - skipped))
+
+
 def test_a_trained_model_answers_as_in_transformers(runs, tmp_path):
     """Through a folder with the names of the hub, on two ranks."""
     trained = runs("04_amp/train.py", None, 12, "--balance-bias", 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import nogpu
-from support.harness import ROOT, with_fault
+from support.harness import ROOT, assert_refused, with_fault
 
 from training import defaults
 
@@ -520,6 +520,12 @@ def test_a_step_waits_for_nothing_else(tmp_path, case):
             for what in after
             if after[what] != before.get(what)
         } == due
+
+
+def test_a_graph_of_a_mixture_of_experts_is_in_bf16(tmp_path):
+    command = "--model nano-moe --prompt ab --max-new-tokens 2 --device cuda --compile --dtype"
+    refused = nogpu.run("noop", tmp_path, "09_inference/infer_70b.py", f"{command} fp32")
+    assert_refused(refused, "--compile", "bf16")
 
 
 def test_decode_waits_once_in_eight_tokens(tmp_path):

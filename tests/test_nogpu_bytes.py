@@ -38,6 +38,8 @@ CASES = {  # script, shape, plan
     "untied": (TRAIN, UNTIED, {"micro_batch_size": 8, "checkpointing": "full"}),
     "at the last gradient": (TRAIN, GROUPED, {"checkpointing": "full"}),
     "compiled, accumulated": (TRAIN, UNTIED, SEVERAL | {"compile": True}),
+    "experts": (TRAIN, EXPERTS, {"micro_batch_size": 4}),
+    "experts, checkpointing": (TRAIN, EXPERTS, {"micro_batch_size": 4, "checkpointing": "full"}),
     "experts, FSDP": (FSDP, EXPERTS, {"micro_batch_size": 4, "zero": 3}),
     "FSDP": (FSDP, UNTIED, {"micro_batch_size": 8, "checkpointing": "selective", "zero": 3}),
 }

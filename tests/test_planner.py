@@ -209,6 +209,11 @@ def test_what_divides_activations_and_experts():
     assert parted == whole / 4 + inputs * 3 / 4 + token_ids
     sharded, _, _ = states(peak(mixture, Plan(gpus=8, zero=3, ep=8)))
     assert sharded == pytest.approx(4 * mixture.parameter_count() / 8)
+    # Each expert is on one of the 8 ranks; 16 ranks do not hold less of them.
+    _, experts = mixture.layer_parameters(experts=True)
+    rest = mixture.parameter_count() - experts * mixture.layers
+    sharded, _, _ = states(peak(mixture, Plan(gpus=16, zero=3)))
+    assert sharded == pytest.approx(4 * (rest / 16 + experts * mixture.layers / 8))
     # replicas hold what one sharded model holds
     replicated = peak(shape, Plan(gpus=32, zero=3, replicate=4)).lines
     assert peak(shape, Plan(gpus=8, zero=3)).lines == replicated

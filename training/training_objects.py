@@ -29,7 +29,7 @@ class TrainingObjects(NamedTuple):
         start_step: Called before the first micro-batch of a step, on all ranks, with the number of
             the step and, if it has one, the context of forward.
         end_step: Called after each optimizer step on all ranks, to return tensors by name, which
-            metrics.jsonl then has.
+            metrics.jsonl then has. In fp16 it gets skipped=True if GradScaler skipped the step.
     """
 
     model: nn.Module
@@ -40,4 +40,4 @@ class TrainingObjects(NamedTuple):
     config_json: dict | None = None
     sample: Callable[[], str | None] | None = None
     start_step: Callable[..., None] | None = None
-    end_step: Callable[[], dict[str, Tensor]] | None = None
+    end_step: Callable[..., dict[str, Tensor]] | None = None
