@@ -110,7 +110,7 @@ def train_step(training: Training, rows: Tensor, plan: helper.Plan) -> float:
 
 
 def recover(training: Training, store: dist.Store, me: int, generation: int) -> None:
-    """Form a process group of the survivors, and bring them to the same step."""
+    """Create a process group of the survivors, and bring them to the same step."""
     if dist.is_initialized():
         # Close the connections. A rank that still waits for this one gets an error, too.
         dist.destroy_process_group()
