@@ -178,7 +178,8 @@ def main() -> int:
         # Log, evaluate and save.
         stop = runtime.stop_requested()
         is_last_step = stop or step == args.steps
-        save = is_last_step or (args.save_every and step % args.save_every == 0)
+        is_save_step = args.save_every and step % args.save_every == 0
+        save = is_last_step or is_save_step or runtime.save_requested()
         if save or step == 1 or step % args.log_every == 0:
             skipped_steps = step - scheduler.last_epoch  # last_epoch counts scheduler.step()
             meter.log(step, step_loss, grad_norm, lr, skipped_steps, scale, **values)

@@ -23,7 +23,7 @@ On GPUs the default is --model wide. Expected on H100s from their data sheets: d
 backward take at least 5 ms, and 10 times as long on the planted rank. The others spend nine tenths
 of a step waiting.
 
-Previous: collectives.py. Next: ../launch/, many machines.
+Previous: collectives.py. Next: survive.py.
 """
 
 import statistics

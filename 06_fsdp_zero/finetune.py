@@ -339,7 +339,9 @@ def main() -> int:
         optimizer.zero_grad()
 
         stop = runtime.stop_requested()  # the same on all ranks, so that all of them save
-        save = stop or step == args.steps or (args.save_every and step % args.save_every == 0)
+        is_last_step = stop or step == args.steps
+        is_save_step = args.save_every and step % args.save_every == 0
+        save = is_last_step or is_save_step or runtime.save_requested()
         if save or step == 1 or step % args.log_every == 0:
             dist.all_reduce(step_loss)  # the sum over ranks: world_size x the loss per target
             meter.log(step, step_loss / world_size, grad_norm, lr)

@@ -248,7 +248,8 @@ def main() -> int:
         # Log, evaluate and save. All three contain collectives, so every rank must take part.
         stop = runtime.stop_requested()  # the same on all ranks
         is_last_step = stop or step == args.steps
-        save = is_last_step or (args.save_every and step % args.save_every == 0)
+        is_save_step = args.save_every and step % args.save_every == 0
+        save = is_last_step or is_save_step or runtime.save_requested()
         if save or step == 1 or step % args.log_every == 0:
             dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
             meter.log(step, step_loss / world_size, grad_norm, lr, **values)

@@ -137,7 +137,8 @@ def end(
     summary["checked"] = checked
 
     title = [str(summary[key]) for key in ("model", "dtype", "device") if summary.get(key)]
-    title.append("1 process" if world_size == 1 else f"{world_size} processes")
+    count = summary["world_size"]
+    title.append("1 process" if count == 1 else f"{count} processes")
     print(f"\n{report.fold(', '.join(title))}\n")
     tables = columns if isinstance(columns, list) else [columns]
     for headings in tables:

@@ -10,9 +10,11 @@ import os
 import random
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -39,6 +41,12 @@ LAUNCHERS_WITHOUT_RANK = (
 LONGEST_TIMEOUT = 10**9  # seconds. The clocks of gloo and NCCL count nanoseconds in 64 bits
 _left_groups: list[dist.ProcessGroup] = []  # filled by shutdown, which says why
 _training_has_begun = False  # set by stop_requested
+# The file `stop` in the folder of the run, where other numbers are those of signals, below 65.
+STOP_FILE = 128
+SECONDS_BETWEEN_LOOKS = 1.0
+_watched_folder: Path | None = None  # on rank 0
+_next_look = 0.0
+_save_requested = False  # set by stop_requested
 
 
 # --- the place of this process in the job
@@ -429,7 +437,7 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
     torch.manual_seed(int.from_bytes(key[:8]) >> 1)
 
 
-# --- signals
+# --- signals and files by which a user stops a run, or saves
 
 
 def catch_stop_signals() -> None:
@@ -468,19 +476,60 @@ def catch_stop_signals() -> None:
             signal.signal(number, note)
 
 
+def watch_folder(folder: Path) -> None:
+    """Let the user stop the run, or save a checkpoint, by a file in the folder of the run.
+
+    `touch FOLDER/stop` stops the run as a signal does. `touch FOLDER/save` asks for a checkpoint.
+    stop_requested looks for these files and deletes them. Only rank 0 calls this function. It
+    deletes files that an earlier run has left.
+    """
+    global _watched_folder
+    _watched_folder = folder
+    for name in ("stop", "save"):
+        _take_request(name)
+
+
+def _take_request(name: str) -> bool:
+    """Delete the file `name` in the folder of the run. Return whether it was there."""
+    try:
+        (_watched_folder / name).unlink()
+    except OSError:
+        return False
+    return True
+
+
 def stop_requested() -> int:
     """Return the number of a signal that any rank has received, or 0. Every rank must call it.
 
+    Return STOP_FILE if the user asks for a stop by a file: see watch_folder. Rank 0 looks for the
+    files once a second at most.
+
     A scheduler may signal only one process, but a save needs all of them, so the ranks take the
-    maximum. The flag is a CPU tensor that goes over gloo. So the call does not wait for the GPU's
+    maximum. The flags are a CPU tensor that goes over gloo. So the call does not wait for the GPU's
     queue, and it fails if a rank has died.
     """
-    global _training_has_begun
-    flag = torch.tensor(stop_signals[-1] if stop_signals else 0)
+    global _training_has_begun, _next_look, _save_requested
+    stop = stop_signals[-1] if stop_signals else 0
+    save = False
+    if _watched_folder is not None and time.monotonic() >= _next_look:
+        _next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+        save = _take_request("save")
+        if _take_request("stop"):
+            stop = STOP_FILE
+    flags = torch.tensor([stop, save])
     if dist.is_initialized():
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     _training_has_begun = True
-    stop = int(flag)
+    stop, save = flags.tolist()
+    _save_requested = bool(save)
     if stop and stop not in stop_signals:  # another rank has received it
         stop_signals.append(stop)
     return stop
+
+
+def save_requested() -> bool:
+    """Return whether the last call of stop_requested has found the file `save`.
+
+    All ranks get the same answer. This is no collective.
+    """
+    return _save_requested

@@ -149,6 +149,26 @@ def test_a_process_saves_when_its_terminal_closes_but_goes_on_under_nohup(
     assert resumed.summary["weights_sha256"] == undisturbed(BASELINE, 1)
 
 
+@each_of_several
+def test_files_in_the_folder_of_the_run_save_and_stop_it(tmp_path, script):
+    process = launch(script, tmp_path, "--steps", 1_000_000, nproc=2)
+    assert holds(process, lambda: steps_logged(tmp_path) >= 3)
+    (tmp_path / "run/save").touch()
+    assert holds(process, lambda: list((tmp_path / "run").glob("step-*[0-9]")))
+    (tmp_path / "run/stop").touch()
+    result = finish(process, tmp_path)
+    assert "exitcode  : 75" in result.err, result
+    step = result.summary["steps"]
+    saved, stopped = checkpoints(tmp_path)
+    assert saved < stopped == f"step-{step:08d}"
+    assert not (tmp_path / "run/save").exists()
+    # one that an earlier run has left
+    (tmp_path / "run/stop").touch()
+    resumed = train(script, tmp_path, "--resume", "--steps", step + 2)
+    assert resumed.summary["steps"] == step + 2
+    assert not (tmp_path / "run/stop").exists()
+
+
 # --- kill -9 at any moment
 
 

@@ -5,6 +5,8 @@ A run has one folder:
     run.json            settings, such as --data, which must not change on a resume, and flags,
                         which a resume uses unless others are given (training/flags.py)
     .lock.lease         held by the process that trains in this folder (training/lock.py)
+    stop, save          created by the user to stop the run, or to save a checkpoint now; the run
+                        deletes them (common.runtime.watch_folder)
     metrics.jsonl       written by training.meter.Meter, with loss.png, tensorboard/ and wandb/
     step-00000200/      a checkpoint: the weights, optimizer state and schedule after step 200
         .metadata, __0_0.distcp, __1_0.distcp, ...    files of torch.distributed.checkpoint (DCP):
@@ -54,7 +56,16 @@ from torch.utils._pytree import tree_map_only
 
 from common import files
 from common.exits import UserError, at_exit, disk_message, free_space, user_message
-from common.runtime import all_gather, is_rank0, on_rank0, print0, ranks, timeout, together
+from common.runtime import (
+    all_gather,
+    is_rank0,
+    on_rank0,
+    print0,
+    ranks,
+    timeout,
+    together,
+    watch_folder,
+)
 from training import flags
 from training.lock import InUseError, Lock
 from training.run_folder import (
@@ -214,6 +225,7 @@ class Run:
             self.lock.acquire(flags.lock_seconds())
             at_exit.callback(self.lock.release)
             self._check_settings(settings, args.resume)
+            watch_folder(self.folder)  # for the files `stop` and `save`
             earlier = read_run(self.folder)["flags"]
             files.write_json(self.folder / RUN_FILE, {"settings": settings, "flags": earlier})
         except InUseError as error:

@@ -24,7 +24,15 @@ from common import files, output, report
 from common.exits import UserError, writing
 from common.hardware import device_name
 from common.progress import print_line
-from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
+from common.runtime import (
+    STOP_FILE,
+    all_gather,
+    full_tensor,
+    is_rank0,
+    on_rank0,
+    ranks,
+    synchronize,
+)
 from training import run_folder, trackers
 from training.run_folder import read_records
 
@@ -324,13 +332,18 @@ class Meter:
             print(f"ask it:  {command}")
 
     def print_stop(self, number: int, step: int, keep: int) -> None:
-        """Print on rank 0 that signal `number` has stopped the run after `step`.
+        """Print on rank 0 what has stopped the run after `step`: see stop_requested for `number`.
 
         `keep` is the flag --keep: with 0 nothing is saved.
         """
         if not is_rank0():
             return
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if number == STOP_FILE:
+            name = "the file stop"
+        elif number == signal.SIGINT:
+            name = "Ctrl-C"
+        else:
+            name = signal.Signals(number).name
         folder = shlex.quote(str(self.folder))
         if keep:
             line = f"{name}: saved at step {step}. Continue with --run-dir {folder} --resume"

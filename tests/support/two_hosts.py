@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with addresses of their own, joined by a cable that can be cut."""
+"""Hosts on one machine: network namespaces with addresses of their own, joined by cables."""
 
 import os
 import shutil
@@ -28,6 +28,12 @@ class Host:
     def cable(self, state: str) -> None:
         ip("-n", self.name, "link", "set", "eth0", state)
 
+    def slow_down(self, mbit: int) -> None:
+        """Let so many Mbit a second out of the cable."""
+        limit = ["rate", f"{mbit}mbit", "burst", "64kb", "limit", "64mb"]
+        tc = ["tc", "-n", self.name, "qdisc", "add", "dev", "eth0", "root", "tbf"]
+        subprocess.run([*tc, *limit], check=True, timeout=600)
+
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=600)
@@ -55,3 +61,33 @@ def two_hosts():
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, timeout=600)
+
+
+@contextmanager
+def hosts_on_a_switch(count: int):
+    """Make hosts with a cable each to a bridge in another namespace. Skip as two_hosts does."""
+    if shutil.which("tc") is None:
+        pytest.skip("network namespaces need ip and tc (Debian's iproute2)")
+    switch = f"switch-{os.getpid()}"
+    hosts = []
+    for number in range(count):
+        hosts.append(Host(f"host{number}-{os.getpid()}", f"10.79.0.{number + 1}"))
+    try:
+        try:
+            ip("netns", "add", switch)
+            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            ip("-n", switch, "link", "set", "bridge", "up")
+            for i, host in enumerate(hosts):
+                ip("netns", "add", host.name)
+                peer = ("type", "veth", "peer", "name", f"port{i}", "netns", switch)
+                ip("link", "add", "eth0", "netns", host.name, *peer)
+                ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
+                ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+                ip("-n", host.name, "link", "set", "lo", "up")
+                host.cable("up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces need root: {error.stderr.strip()}")
+        yield hosts
+    finally:
+        for name in (switch, *(host.name for host in hosts)):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=600)
