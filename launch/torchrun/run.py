@@ -1,4 +1,4 @@
-"""Run torchrun, and end with exit code 75 if all its ranks ended with 75. Flags are those of torchrun.
+"""Run torchrun, and end with exit code 75 if all its ranks did. The flags are those of torchrun.
 
     python launch/torchrun/run.py --standalone --nproc_per_node=8 05_ddp/train.py --save-every 100
 
