@@ -1,5 +1,6 @@
-"""launch/docker and launch/kubernetes: what real schemas, linters, parsers and a real Prometheus say of them."""
+"""The files for containers and clouds: what schemas, linters, parsers and a Prometheus say."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import urllib.parse
 from copy import deepcopy
 from pathlib import Path
@@ -17,9 +19,11 @@ import pytest
 from support.commands import check
 from support.harness import (
     ROOT,
+    assert_refused,
     clean_env,
     holds,
     kill_all,
+    run,
     start,
     steps_logged,
     tiny_flags,
@@ -33,12 +37,15 @@ yaml = pytest.importorskip("yaml")
 DOCKER, KUBERNETES = ROOT / "launch/docker", ROOT / "launch/kubernetes"
 
 
-def documents(file: str) -> dict[str, dict]:
-    """A manifest's objects by kind."""
-    return {
-        found["kind"]: found
-        for found in yaml.safe_load_all((KUBERNETES / file).read_text(encoding="utf-8"))
-    }
+INFINIBAND = re.compile(r"^( *)# (.*# SITE InfiniBand)", re.MULTILINE)
+
+
+def documents(file: str, *, infiniband: bool = False) -> dict[str, dict]:
+    """A manifest's objects by kind, with the lines for InfiniBand if these are wanted."""
+    text = (KUBERNETES / file).read_text(encoding="utf-8")
+    if infiniband:
+        text = INFINIBAND.sub(r"\1\2", text)
+    return {found["kind"]: found for found in yaml.safe_load_all(text)}
 
 
 def tool(name: str) -> str:
@@ -54,10 +61,11 @@ def passes(*argv) -> None:
     assert result.returncode == 0, f"{argv}\n{result.stdout}{result.stderr}"
 
 
+COMPOSE = [DOCKER / "compose.yaml", DOCKER / "monitoring.yaml"]
 LINTERS = {
     "shellcheck": [*ROOT.glob("[lb]*/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run"],
     "hadolint": [DOCKER / "Dockerfile"],
-    "check-jsonschema": ["--builtin-schema", "vendor.compose-spec", DOCKER / "compose.yaml"],
+    "check-jsonschema": ["--builtin-schema", "vendor.compose-spec", *COMPOSE],
     "promtool": ["check", "config", DOCKER / "prometheus.yml"],
 }
 
@@ -77,38 +85,48 @@ def test_kubernetes_schemas():
     spec["template"]["spec"]["containers"][0]["command"] = ["torchrun"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": spec}
     for version in ("1.33.0", "1.37.0"):  # the oldest that the file names, the newest known
-        for found in (*documents("indexed-job.yaml").values(), job):
-            validate(found, version, strict=True)
+        for infiniband in (False, True):
+            for found in documents("indexed-job.yaml", infiniband=infiniband).values():
+                validate(found, version, strict=True)
+        validate(job, version, strict=True)
 
 
 def test_kubeflow_schemas():
     """The models are generated from the API's types. They drop a field that they do not know: it must come back."""
     api = pytest.importorskip("kubeflow_trainer_api.models")
-    for found in documents("trainjob.yaml").values():
-        model = getattr(api, f"TrainerV1alpha1{found['kind']}").from_dict(deepcopy(found))
-        assert model.to_dict() == found
+    for infiniband in (False, True):
+        for found in documents("trainjob.yaml", infiniband=infiniband).values():
+            model = getattr(api, f"TrainerV1alpha1{found['kind']}").from_dict(deepcopy(found))
+            assert model.to_dict() == found
 
 
-def runtimes_job() -> dict:
+def runtimes_job(**how: bool) -> dict:
     """The Job that a TrainingRuntime makes of its nodes."""
-    [node] = documents("trainjob.yaml")["TrainingRuntime"]["spec"]["template"]["spec"][
-        "replicatedJobs"
-    ]
+    runtime = documents("trainjob.yaml", **how)["TrainingRuntime"]["spec"]
+    [node] = runtime["template"]["spec"]["replicatedJobs"]
     return node["template"]["spec"]
 
 
 # Kubernetes: what a schema cannot say
 
 
-def pods() -> dict[str, tuple[dict, dict]]:
-    """By file: the pod's spec, and its container with the command that it will be given."""
-    plain = documents("indexed-job.yaml")["Job"]["spec"]["template"]["spec"]
-    node = runtimes_job()["template"]["spec"]
-    trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
+def pods(**how: bool) -> dict[str, tuple[dict, dict]]:
+    """Return by file the pod's spec, and its container with the command that it will be given."""
+    plain = documents("indexed-job.yaml", **how)["Job"]["spec"]["template"]["spec"]
+    node = runtimes_job(**how)["template"]["spec"]
+    trainer = documents("trainjob.yaml", **how)["TrainJob"]["spec"]["trainer"]
+    given = {**trainer, "resources": trainer["resourcesPerNode"]}
     return {
         "indexed-job.yaml": (plain, plain["containers"][0]),
-        "trainjob.yaml": (node, {**node["containers"][0], **trainer}),
+        "trainjob.yaml": (node, {**node["containers"][0], **given}),
     }
+
+
+def first_pod_starts() -> argparse.Namespace:
+    """Return what torchrun makes of the arguments of the Indexed Job's first pod."""
+    _, container = pods()["indexed-job.yaml"]
+    args = [word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in container["args"]]
+    return get_args_parser().parse_args(args)
 
 
 @pytest.mark.parametrize("file", ["indexed-job.yaml", "trainjob.yaml"])
@@ -120,7 +138,6 @@ def test_a_pod_mounts_what_there_is_and_runs_as_the_images_user(file):
     assert mounts["/checkpoints"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    assert container["image"].endswith(f"/{compose()['services']['shell']['image']}")
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert f"ARG UID={pod['securityContext']['runAsUser']}\n" in (DOCKER / "Dockerfile").read_text(
         encoding="utf-8"
@@ -136,15 +153,45 @@ def test_both_files_train_the_same():
     check(shlex.join(["python", *flags[0]]))
 
 
+@pytest.mark.parametrize("file", ["indexed-job.yaml", "trainjob.yaml"])
+def test_a_pod_gives_its_ranks_what_it_has(file):
+    _, container = pods()[file]
+    ranks = container.get("numProcPerNode") or int(first_pod_starts().nproc_per_node)
+    resources = container["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == ranks
+    env = {variable["name"]: variable for variable in container["env"]}
+    threads = int(env["OMP_NUM_THREADS"]["value"])
+    assert threads * ranks == int(resources["requests"]["cpu"])
+    # a file per job and rank, on the storage that stays. Kubernetes puts in what stands above
+    assert list(env).index("JOB_UID") < list(env).index("TORCH_FR_DUMP_TEMP_FILE")
+    assert re.match(r"/checkpoints/.*\$\(JOB_UID\)", env["TORCH_FR_DUMP_TEMP_FILE"]["value"])
+
+
+@pytest.mark.parametrize("file", ["indexed-job.yaml", "trainjob.yaml"])
+def test_the_lines_for_infiniband_are_all_there(file):
+    """Without them NCCL uses TCP and says nothing. They are comments: not all clusters have it."""
+    pod, container = pods(infiniband=True)[file]
+    assert [name for name in container["resources"]["limits"] if name.startswith("rdma/")]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    names = {variable["name"] for variable in container["env"]}
+    assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= names
+    plain, small = pods()[file]
+    assert "hostNetwork" not in plain
+    assert list(small["resources"]["limits"]) == ["memory", "nvidia.com/gpu"]
+
+
+def test_a_pod_without_gpus_does_not_train_on_its_cpus(tmp_path):
+    for _, container in pods().values():
+        assert "--device=cuda" in container["args"]
+    assert_refused(run("05_ddp/train.py", tmp_path, "--device=cuda"), "--device cuda")
+
+
 def test_indexed_job_meets_at_its_first_pod():
     service, job = (documents("indexed-job.yaml")[kind] for kind in ("Service", "Job"))
     spec, pod = job["spec"], job["spec"]["template"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    args = [
-        word.replace("$(JOB_COMPLETION_INDEX)", "0")
-        for word in pod["spec"]["containers"][0]["args"]
-    ]
-    launched = get_args_parser().parse_args(args)
+    launched = first_pod_starts()
     name = service["metadata"]["name"]
     assert pod["spec"]["subdomain"] == name
     assert launched.master_addr == f"{job['metadata']['name']}-0.{name}"
@@ -153,16 +200,22 @@ def test_indexed_job_meets_at_its_first_pod():
 
 
 def test_a_pod_that_was_stopped_is_started_again():
-    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
-    spec = documents("indexed-job.yaml")["Job"]["spec"]
-    assert spec["podFailurePolicy"]["rules"] == [{"action": "Ignore", "onPodConditions": disrupted}]
+    """Neither the pod that was stopped nor its peers, which save with it, count as failed."""
+    job = documents("indexed-job.yaml")["Job"]["spec"]
     jobset = documents("trainjob.yaml")["TrainingRuntime"]["spec"]["template"]["spec"]
-    assert runtimes_job()["podFailurePolicy"]["rules"] == [
-        {"action": "FailJob", "onPodConditions": disrupted}
-    ]
-    assert [rule["onJobFailureReasons"] for rule in jobset["failurePolicy"]["rules"]] == [
-        ["PodFailurePolicy"]
-    ]
+    for spec, action in ((job, "Ignore"), (runtimes_job(), "FailJob")):
+        [container] = spec["template"]["spec"]["containers"]
+        saved = {"containerName": container["name"], "operator": "In", "values": [75]}
+        assert spec["podFailurePolicy"]["rules"] == [
+            {
+                "action": action,
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
+            {"action": action, "onExitCodes": saved},
+        ]
+    [rule] = jobset["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
 def test_train_job_refers_to_its_runtime():
@@ -190,7 +243,8 @@ READ_TASK = """
 import sys, sky
 task = sky.Task.from_yaml(sys.argv[1])
 (resources,) = task.resources
-print(task.num_nodes, resources.use_spot, *task.volumes)
+recovery = resources.job_recovery["recover_on_exit_codes"]
+print(task.num_nodes, resources.use_spot, *recovery, *task.volumes)
 """
 
 
@@ -205,21 +259,54 @@ def test_skypilot_reads_its_file(tmp_path):
     file = ROOT / "launch/skypilot/train.yaml"
     argv = [python, "-c", READ_TASK, file]
     result = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stdout) == (0, "2 True /checkpoints\n"), result.stderr
-    run_script = yaml.safe_load(file.read_text(encoding="utf-8"))["run"]
-    check(
-        re.sub(
-            r"\$\w+", "2", " ".join(run_script.replace("\\\n", " ").split(".venv/bin/")[1].split())
+    assert (result.returncode, result.stdout) == (0, "2 True 75 /checkpoints\n"), result.stderr
+
+
+def test_skypilot_starts_what_it_has_gpus_for(tmp_path):
+    """Its script, with a Python that prints what it was started with."""
+    text = (ROOT / "launch/skypilot/train.yaml").read_text(encoding="utf-8")
+    script = tmp_path / "run.sh"
+    script.write_text(yaml.safe_load(text)["run"], encoding="utf-8")
+    passes(tool("shellcheck"), "--shell=bash", "--exclude=SC2154", script)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$OMP_NUM_THREADS $TORCH_FR_DUMP_TEMP_FILE"\necho "$@"\n')
+    python.chmod(0o755)
+    node = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_TASK_ID": "sky-1",
+    }
+
+    def started(gpus: str) -> subprocess.CompletedProcess:
+        env = clean_env(**node, SKYPILOT_NUM_GPUS_PER_NODE=gpus)
+        argv = ["bash", script]
+        return subprocess.run(
+            argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
         )
-    )
-    (tmp_path / "run.sh").write_text(run_script, encoding="utf-8")
-    passes(tool("shellcheck"), "--shell=bash", "--exclude=SC2154", tmp_path / "run.sh")
+
+    result = started("0")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "0 GPUs" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    settings, command = started("8").stdout.splitlines()
+    assert settings == f"{max(1, os.cpu_count() // 8)} /checkpoints/flight-recorder-sky-1-rank_"
+    words = command.removeprefix("launch/torchrun/run.py ").split()
+    launched = get_args_parser().parse_args(words)
+    assert (launched.nnodes, launched.node_rank, launched.nproc_per_node) == ("2", 1, "8")
+    assert launched.master_addr == "10.0.0.1"
+    assert "--device cuda" in command
+    check(f"torchrun {shlex.join(words)}")
 
 
 @pytest.mark.launch
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 def test_pods_save_on_sigterm_and_resume(tmp_path):
-    """The Job's command as PID 1 of two PID namespaces: SIGTERM to one ends both, and both go on from there."""
+    """The Job's command as PID 1 of two PID namespaces, whose host's name does not resolve.
+
+    SIGTERM to one ends both with 75, which podFailurePolicy ignores, and both go on from there.
+    """
     steps = ["--steps", 300]
     whole = train("05_ddp/train.py", tmp_path / "whole", *steps, nproc=2)
     container = pods()["indexed-job.yaml"][1]
@@ -230,6 +317,7 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
     ]
     small = (
         " ".join(launcher)
+        .replace("launch/torchrun/run.py", str(ROOT / "launch/torchrun/run.py"))
         .replace("per-node=8", "per-node=1")
         .replace("29500", str(free_ports(1)[0]))
     )
@@ -240,6 +328,7 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
         "--kill-child",
         "--mount",
         "--mount-proc",
+        "--uts",
         "sh",
         "-c",
     ]
@@ -252,7 +341,8 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
             torchrun = small.replace("$(JOB_COMPLETION_INDEX)", str(index))
             flags = [*tiny_flags(tmp_path), *steps, "--resume", "--json", tmp_path / "summary.json"]
             train_py = shlex.join(map(str, [ROOT / "05_ddp/train.py", *flags]))
-            shell = f"mount --bind {tmp_path}/hosts /etc/hosts && exec {torchrun} {train_py}"
+            own = f"hostname no-such-host && mount --bind {tmp_path}/hosts /etc/hosts"
+            shell = f"{own} && exec {torchrun} {train_py}"
             running.append(start([*namespaces, shell], folder, PATH=path))
 
     def ends(*codes: int) -> None:
@@ -268,7 +358,7 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
         )
         assert b"torchrun" in Path(f"/proc/{first}/cmdline").read_bytes()
         os.kill(int(first), signal.SIGTERM)
-        ends(1, 1)
+        ends(75, 75)
         assert list((tmp_path / "run").glob("step-*"))
         start_pods()
         ends(0, 0)
@@ -284,34 +374,94 @@ def test_pods_save_on_sigterm_and_resume(tmp_path):
 # Docker
 
 
-def compose() -> dict:
-    return yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
+SET = {"TRAINER_UID": "1000", "GRAFANA_PASSWORD": "secret"}
 
 
-def test_compose_services():
-    file = compose()
-    for name, service in file["services"].items():
-        assert service["profiles"], name  # nothing starts that was not asked for
-        assert re.fullmatch(r"[^:]+:v?\d+\.\d+\.\d+", service["image"]), name
+def compose(file: str = "compose.yaml", **env: str) -> dict:
+    """Load a Compose file with its variables put in. A LookupError is one that is required."""
+
+    def value(match: re.Match) -> str:
+        name, operator, word = match.groups()
+        if env.get(name):
+            return env[name]
+        if operator == ":-":
+            return word
+        raise LookupError(f"{name}: {word}")
+
+    text = (DOCKER / file).read_text(encoding="utf-8")
+    return yaml.safe_load(re.sub(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}", value, text))
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "monitoring.yaml"])
+def test_compose_services(file):
+    loaded = compose(file, **SET)
+    for name, service in loaded["services"].items():
+        assert re.fullmatch(r"[^:]+:v?\d+\.\d+\.\d+(-1000)?", service["image"]), name
         # open to this machine only
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
         for source in [volume.split(":")[0] for volume in service["volumes"]]:
-            assert (
-                (DOCKER / source).exists() if source.startswith(".") else source in file["volumes"]
-            ), source
+            if source.startswith("."):
+                assert (DOCKER / source).exists(), source
+            else:
+                assert source in loaded["volumes"], source
         if "build" in service:
+            assert service["profiles"], name  # nothing starts that was not asked for
             assert (DOCKER / service["build"]["context"]).resolve() == ROOT
             assert ROOT / service["build"]["dockerfile"] == DOCKER / "Dockerfile"
             # torchrun ends its ranks before Docker ends torchrun, in 5 minutes
             assert int(service["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 300
             assert service["stop_grace_period"] == "5m"
-    check(file["services"]["monitor"]["command"].replace("/workspace/", ""))
-    [torch] = re.findall(
-        r"^torch==(.+)$", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE
-    )
+            assert service["ulimits"] == {"memlock": -1}
+
+
+def test_two_users_of_a_host_share_nothing():
+    """Compose names the containers and volumes after the project."""
+    for file in ("compose.yaml", "monitoring.yaml"):
+        loaded = compose(file, **SET)
+        assert re.fullmatch("[a-z-]+-1000", loaded["name"])
+        images = [service["image"] for service in loaded["services"].values()]
+        ours = [image for image in images if image.startswith("gpu-training:")]
+        assert ours
+        assert all(image.endswith("-1000") for image in ours)
+        with pytest.raises(LookupError, match=r"TRAINER_UID: .*id -u"):
+            compose(file, GRAFANA_PASSWORD="secret")
+    shell = compose(**SET)
+    assert shell["services"]["shell"]["build"]["args"] == {"UID": 1000}
+    # monitoring shows the runs of the same user
+    external = loaded["volumes"]["checkpoints"]
+    assert external == {"name": f"{shell['name']}_checkpoints", "external": True}
+
+
+def test_what_a_browser_reaches_wants_a_password():
+    grafana = compose("monitoring.yaml", **SET)["services"]["grafana"]["environment"]
+    assert grafana == {"GF_SECURITY_ADMIN_PASSWORD": "secret"}
+    with pytest.raises(LookupError, match="GRAFANA_PASSWORD: set it"):
+        compose("monitoring.yaml", TRAINER_UID="1000")
+    # JupyterLab makes a token, unless it is told not to
+    jupyter = compose(TRAINER_UID="1000")["services"]["jupyter"]
+    assert not re.search("token|password", f"{jupyter['command']} {jupyter['environment']}")
+    monitoring = compose("monitoring.yaml", **SET)["services"]
+    assert [name for name in monitoring if "ports" in monitoring[name]] == ["grafana"]
+
+
+def test_the_image_is_that_of_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    files = [DOCKER / "Dockerfile", *COMPOSE, *KUBERNETES.glob("*.yaml")]
+    for file in files:
+        tags = re.findall(r"gpu-training:([\d.]+)", file.read_text(encoding="utf-8"))
+        assert set(tags) == {version["version"]}, file
+
+
+def test_the_image_has_what_the_scripts_need_and_no_test_tools():
     image = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    requirements = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    [torch] = re.findall(r"^torch==(.+)$", requirements, re.MULTILINE)
     assert f"\nFROM pytorch/pytorch:{torch}-" in image
+    assert re.findall(r"--requirement (\S+)", image) == ["/tmp/requirements.txt"]
+    assert not re.search("pytest|ruff|mypy|hadolint", requirements)
     assert re.findall(r"^USER (.+)$", image, re.MULTILINE) == ["$UID"]
+    # NCCL loads these by name
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(image.split())
 
 
 # Prometheus and Grafana
@@ -324,7 +474,8 @@ PANELS = json.loads((DOCKER / "grafana/dashboards/training.json").read_text(enco
 def test_prometheus_and_grafana_find_each_other():
     file = DOCKER / "prometheus.yml"
     [job] = yaml.safe_load(file.read_text(encoding="utf-8"))["scrape_configs"]
-    services = compose()["services"]
+    services = compose("monitoring.yaml", **SET)["services"]
+    check(services["monitor"]["command"].replace("/workspace/", ""))
     words = services["monitor"]["command"].split()
     assert job["static_configs"][0]["targets"] == [
         f"monitor:{words[words.index('--prometheus') + 1]}"
