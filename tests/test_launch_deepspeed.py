@@ -93,8 +93,12 @@ WRONG = [  # what is set, and words of the one line
     ({"HOSTFILE": "empty"}, ["HOSTFILE=empty"]),
     ({"HOSTFILE": "others"}, ["HOSTFILE=others", "NODE_RANK"]),
     ({"HOSTFILE": "others", "NODE_RANK": "2"}, ["NODE_RANK=2"]),
-    ({"HOSTFILE": "others", "SCRIPT": "none.py"}, ["SCRIPT=none.py"]),
+    ({"HOSTFILE": "others", "NODE_RANK": "1", "SCRIPT": "none.py"}, ["SCRIPT=none.py"]),
     ({"PATH": "/usr/bin:/bin"}, ["deepspeed", "PATH"]),
+    (
+        {"HOSTFILE": "others", "NODE_RANK": "0", "CUDA_VISIBLE_DEVICES": ""},
+        ["no GPU", "--device cpu"],
+    ),
 ]
 
 
@@ -104,7 +108,9 @@ def test_wrong_settings(tmp_path, settings, words):
     (tmp_path / "others").write_text(
         "198.51.100.1 slots=8\n198.51.100.2 slots=8\n", encoding="utf-8"
     )
-    result = finish(start([str(LAUNCH)], tmp_path, **{"PATH": PATH, **settings}), tmp_path)
+    device = [] if "CUDA_VISIBLE_DEVICES" in settings else ["--device", "cpu"]
+    argv = [str(LAUNCH), *device]
+    result = finish(start(argv, tmp_path, **{"PATH": PATH, **settings}), tmp_path)
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert all(word in result.err for word in ["error: ", *words])

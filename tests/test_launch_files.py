@@ -531,32 +531,21 @@ def test_every_launch_file_of_a_cluster_waits_for_a_run_that_still_ends():
     """A pod that is to end may save in the folder of the pod that takes its place."""
     for _, container in pods().values():
         assert {"name": "RUN_DIR_LOCK_SECONDS", "value": "120"} in container["env"]
-    # it has no run folder
-    files = [file for file in ROOT.glob("launch/slurm/*.sbatch") if "infer" not in file.name]
-    for file in (
-        *files,
-        ROOT / "launch/torchrun/multi_node.sh",
-        ROOT / "launch/torchrun/elastic.sh",
-    ):
-        assert "export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}" in file.read_text(
-            encoding="utf-8"
-        ), file
+    for file in ("launch/slurm/train.sbatch", "launch/torchrun/settings.sh"):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert "export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}" in text, file
 
 
-JOB = {
-    "SLURM_JOB_ID": "1",
-    "SLURM_JOB_NAME": "sweep",
-    "SLURM_ARRAY_JOB_ID": "1",
-    "SLURM_ARRAY_TASK_ID": "0",
-}
+JOB = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "ENVIRONMENT": "BATCH"}
 WRONG = {
-    **{
-        file.name: ({}, ["SLURM_JOB_ID", "sbatch"])
-        for file in sorted(ROOT.glob("launch/slurm/*.sbatch"))
-    },
-    "array_requeue.sbatch of many": (
+    **{file.name: ({}, ["sbatch"]) for file in sorted(ROOT.glob("launch/slurm/*.sbatch"))},
+    "train.sbatch of many": (
         {**JOB, "PROCS_PER_NODE": "1", "MAX_REQUEUES": "many"},
-        ["sweep: error: ", "MAX_REQUEUES=many"],
+        ["train: error: ", "MAX_REQUEUES=many"],
+    ),
+    "train.sbatch on unequal nodes": (
+        {**JOB, "PROCS_PER_NODE": "1", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32"},
+        ["train: error: ", "64(x2),32 CPUs"],
     ),
 }
 

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -14,9 +16,10 @@ from support.slurm_cluster import until
 
 pytestmark = pytest.mark.launch
 FILES = sorted(ROOT.glob("launch/slurm/*.sbatch"))
-ARRAY = "launch/slurm/array_requeue.sbatch"
+TRAIN = "launch/slurm/train.sbatch"
 FSDP = "06_fsdp_zero/train_fsdp.py"
 FLAGS = ["--steps", 200, "--deterministic", "--data", "stdlib"]
+SHARED = "--oversubscribe"  # the node, with other jobs: the file has --exclusive
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +31,8 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-def flags(folder: Path) -> list:
-    """The harness's small run, its summary and run directory in `folder`."""
-    folder.mkdir()
-    return [*tiny_flags(folder), *FLAGS, "--json", folder / "summary.json"]
-
-
-def flags_of_a_sweep(cluster) -> list:
-    """The same where the batch file names the run directory; runs of one array would write one summary."""
+def small_run(cluster) -> list:
+    """The harness's small run, without the run directory and the summary."""
     words = tiny_flags(cluster.repository)
     for flag in ("--run-dir", "--json"):
         del words[words.index(flag) : words.index(flag) + 2]
@@ -43,39 +40,61 @@ def flags_of_a_sweep(cluster) -> list:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster) -> dict[str, tuple[str, Result]]:
-    """The job and what is left of one_node.sbatch and of many_nodes.sbatch with a script of its own."""
-    one, many = (cluster.repository / name for name in ("one", "many"))
-    jobs = {
-        one: cluster.submit("--gpus-per-node=2", "launch/slurm/one_node.sbatch", *flags(one)),
-        many: cluster.submit(
-            "launch/slurm/many_nodes.sbatch", *flags(many), PROCS_PER_NODE="1", SCRIPT=FSDP
+def undisturbed(cluster) -> dict[str, Result]:
+    """What is left of a job on one node and of a job on two, and rank logs by node.
+
+    The first is submitted without the environment of the shell. So its file says where torchrun is. The second asks
+    for a task per rank, as other launchers need it, and has a script of its own.
+    """
+    file = cluster.repository / "site.sbatch"
+    site = (ROOT / TRAIN).read_text(encoding="utf-8")
+    activate = "# source .venv/bin/activate"
+    assert activate in site
+    path = f"export PATH={slurm_cluster.path()} OMP_NUM_THREADS=1"
+    file.write_text(site.replace(activate, path), encoding="utf-8")
+    folders = [cluster.repository / name for name in ("one", "many")]
+    for folder in folders:
+        folder.mkdir()
+    one, many = (
+        [*small_run(cluster), *FLAGS, "--json", folder / "summary.json"] for folder in folders
+    )
+    jobs = [
+        cluster.submit("--export=NONE", "--gpus-per-node=2", file, *one),
+        cluster.submit(
+            *("--nodes=2", "--ntasks-per-node=2", TRAIN, *many),
+            PROCS_PER_NODE="1",
+            SCRIPT=FSDP,
+            RUN_DIR="many/run",
         ),
-    }
-    for job in jobs.values():
+    ]
+    for job in jobs:
         assert cluster.finished(job)["JobState"] == "COMPLETED", cluster.log(job)
+    (folders[0] / "run").symlink_to(cluster.repository / f"runs/train-{jobs[0]}")
     return {
-        folder.name: (job, Result(0, cluster.log(job), "", folder)) for folder, job in jobs.items()
+        folder.name: Result(0, cluster.log(job), "", folder)
+        for folder, job in zip(folders, jobs, strict=True)
     }
 
 
-def rank_logs(cluster, job: str) -> list[str]:
+def rank_logs(result: Result) -> list[str]:
     """The nodes of the ranks that have a log of their own."""
-    [folder] = cluster.repository.glob(f"runs/logs/*-{job}")
+    [folder] = result.folder.glob("run/slurm-*/start-0")
     return sorted(file.relative_to(folder).parts[0] for file in folder.rglob("stdout.log"))
 
 
 def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_process(
-    cluster, undisturbed, tmp_path
+    undisturbed, tmp_path
 ):
-    job, one = undisturbed["one"]
-    assert one.summary["world_size"] == len(rank_logs(cluster, job)) == 2
     alone = train("05_ddp/train.py", tmp_path, *FLAGS)
-    assert one.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-    job, many = undisturbed["many"]
-    assert (many.summary["world_size"], many.summary["script"]) == (2, FSDP)
-    assert many.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-    assert rank_logs(cluster, job) == ["node-0", "node-1"]
+    one, many = undisturbed["one"], undisturbed["many"]
+    for result in (one, many):
+        assert result.summary["world_size"] == 2
+        assert result.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+        assert "[rank 0]: step" in result.out
+        assert "--cpus-per-task=4" in result.out  # all of the node
+    assert rank_logs(one) == ["node-0", "node-0"]
+    assert rank_logs(many) == ["node-0", "node-1"]
+    assert many.summary["script"] == FSDP
 
 
 def test_inference_on_one_node_and_on_two(cluster):
@@ -113,7 +132,7 @@ def signal_ranks(run_dir: Path, number: signal.Signals) -> int:
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            if words[2] == "05_ddp/train.py" and f"--run-dir={run_dir}" in words:
+            if words[2].endswith("/code/05_ddp/train.py") and f"--run-dir={run_dir}" in words:
                 process.send_signal(number)
                 ranks += 1
         except (psutil.Error, IndexError):
@@ -121,12 +140,12 @@ def signal_ranks(run_dir: Path, number: signal.Signals) -> int:
     return ranks
 
 
-class Sweep:
-    """A run of array_requeue.sbatch, and what it leaves behind."""
+class Run:
+    """A run of train.sbatch, and what it leaves behind."""
 
     def __init__(self, cluster, job: str, ranks: int = 1, saves: bool = False) -> None:
         self.cluster, self.job, self.ranks, self.saves = cluster, job, ranks, saves
-        self.run_dir = Path("runs", f"sweep-{job}")
+        self.run_dir = Path("runs", f"train-{job}")
         self.folder = cluster.repository / self.run_dir
 
     @property
@@ -159,7 +178,7 @@ class Sweep:
         assert (found["JobState"], found["Restarts"]) == (state, str(restarts)), self.log
 
 
-def hold(*runs: Sweep) -> None:
+def hold(*runs: Run) -> None:
     """Let the ranks of each stand still as soon as it trains: how far it is does not hang on the machine's speed."""
     waiting = [*runs]
 
@@ -174,13 +193,17 @@ def hold(*runs: Sweep) -> None:
 
 
 def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
-    """Index 1 is told that its time is up, as --signal does it; later index 0 is driven out by another job."""
-    words = ["--nodes=2", "--array=0-1", ARRAY, *flags_of_a_sweep(cluster), *FLAGS]
-    array = cluster.submit(*words, PROCS_PER_NODE="1")
-    other, told = runs = [Sweep(cluster, f"{array}_{index}", ranks=2) for index in (0, 1)]
-    hold(*runs)
+    """Index 1 is told that its time is up, as --signal does it; later index 0 is driven out by another job.
 
-    def goes_on(run: Sweep) -> None:
+    The code that they were started with goes on, though it is edited in between.
+    """
+    words = ["--nodes=2", "--array=0-1", SHARED, TRAIN, *small_run(cluster), *FLAGS]
+    array = cluster.submit(*words, PROCS_PER_NODE="1")
+    other, told = runs = [Run(cluster, f"{array}_{index}", ranks=2) for index in (0, 1)]
+    hold(*runs)
+    (cluster.repository / "05_ddp/train.py").write_text("raise SystemExit('edited')")
+
+    def goes_on(run: Run) -> None:
         until(lambda: run.log.count("closing signal SIGTERM") == 2)  # by the torchrun of each node
         run.signal(signal.SIGCONT)
         until(lambda: run.show()["Restarts"] != "0")
@@ -188,6 +211,7 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
     assert told.show()["JobId"] == array  # its own number means the whole array
     cluster.command("scancel", "--batch", "--signal=USR1", told.job)
     goes_on(told)
+    assert "Exited with exit code 75" in told.log
     assert (other.show()["JobState"], other.show()["Restarts"]) == ("RUNNING", "0")
     assert "closing signal" not in other.log
 
@@ -202,7 +226,7 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
         first, last = (
             "".join(
                 file.read_text(encoding="utf-8")
-                for file in (run.folder / "logs" / start).rglob("stdout.log")
+                for file in run.folder.glob(f"slurm-*/{start}/**/stdout.log")
             )
             for start in ("start-0", f"start-{state['Restarts']}")
         )
@@ -213,41 +237,37 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
         )
         assert undisturbed.summary["weights_sha256"] in last
     assert other.show()["Restarts"] == "1"  # a run that is done does not start again
+    shutil.copy(ROOT / "05_ddp/train.py", cluster.repository / "05_ddp/train.py")
 
 
 def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
-    wrong = (
-        cluster.submit("--array=7", "--gpus-per-node=2", ARRAY, "--lr", "-1", PROCS_PER_NODE="1")
-        + "_7"
-    )
+    words = ["--gpus-per-node=2", SHARED, TRAIN, "--lr", "-1"]
+    failed = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1"))
     endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
-    cancelled = Sweep(
-        cluster, cluster.submit("--array=8", ARRAY, *endless, PROCS_PER_NODE="1") + "_8"
-    )
+    words = ["--array=8", SHARED, TRAIN, *endless]
+    cancelled = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1") + "_8")
     until(lambda: cancelled.saved() > 0)  # it could go on, but its owner does not want it to
     cluster.command("scancel", cancelled.job)
     cancelled.ends("CANCELLED", restarts=0)
-    failed = Sweep(cluster, wrong)
     failed.ends("FAILED", restarts=0)
     assert "error: argument --lr" in failed.log
     assert "--device=cuda" in failed.log  # GPUs that Slurm gave and torch does not see are an error
 
 
-def sweep(cluster, index: int, *words, save_every: int = 0, **env: str) -> Sweep:
-    """Submit one index of the array, with options for Slurm; long enough to be caught in the middle, twice."""
-    flags = [*flags_of_a_sweep(cluster), "--steps", 600, "--save-every", save_every]
-    submitted = [f"--array={index}", *words, ARRAY, *flags]
-    job = f"{cluster.submit(*submitted, PROCS_PER_NODE='1', **env)}_{index}"
-    return Sweep(cluster, job, saves=save_every > 0)
+def submit_long(cluster, *words, save_every: int = 0, **env: str) -> Run:
+    """Submit a run with options for Slurm; long enough to be caught in the middle, twice."""
+    flags = [*small_run(cluster), "--steps", 600, "--save-every", save_every]
+    job = cluster.submit(SHARED, *words, TRAIN, *flags, PROCS_PER_NODE="1", **env)
+    return Run(cluster, job, saves=save_every > 0)
 
 
 def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
     """A rank that stands still is a save that never ends. Who kills it: torchrun, the time limit, a preemption."""
     here, there = "--nodelist=127.0.0.1", "--nodelist=127.0.0.2"
-    signalled = sweep(cluster, 10, here, save_every=25, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2")
+    signalled = submit_long(cluster, here, save_every=25, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2")
     # has no checkpoint: it was told to stop, so it starts again
-    timed_out = sweep(cluster, 12, here)
-    preempted = sweep(cluster, 13, there, "--partition=cancel", save_every=25)
+    timed_out = submit_long(cluster, here)
+    preempted = submit_long(cluster, there, "--partition=cancel", save_every=25)
     runs = (signalled, timed_out, preempted)
     hold(*runs)
     cluster.command("scancel", "--batch", "--signal=USR1", signalled.job)
@@ -270,10 +290,10 @@ def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
 
 def test_a_failed_run_goes_on_as_long_as_it_gets_further(cluster):
     """A rank is killed, as a broken node kills it: once before any checkpoint, once after one in each start."""
-    stuck = sweep(cluster, 20)
+    stuck = submit_long(cluster)
     until(stuck.trains)
     stuck.signal(signal.SIGKILL)
-    moving = sweep(cluster, 21, save_every=25, MAX_REQUEUES="1")
+    moving = submit_long(cluster, save_every=25, MAX_REQUEUES="1")
     reached = 0
     for _ in range(2):
         until(lambda reached=reached: moving.saved() > reached)
@@ -286,20 +306,33 @@ def test_a_failed_run_goes_on_as_long_as_it_gets_further(cluster):
     assert "MAX_REQUEUES=1" in moving.log
 
 
-def test_no_gpus_and_no_count_of_processes_is_an_error(cluster):
-    jobs = {}
-    for file in FILES:
-        array = ["--array=30"] if "array" in file.name else []
-        output = f"--output={cluster.repository}/none-{file.name}.out"
-        jobs[file] = cluster.submit(
-            *array, output, f"launch/slurm/{file.name}", "--steps", 1
-        ) + "_30" * len(array)
-    for file, job in jobs.items():
+REFUSED = [  # words for sbatch, and of the one line
+    ([TRAIN], "ask for --gpus-per-node"),
+    (["launch/slurm/infer_70b.sbatch"], "ask for --gpus-per-node"),
+    (["--gpus=1", TRAIN, "--run-dir", "runs/mine"], "RUN_DIR=runs/first"),
+    (["--gpus=1", ":", "--gpus=1", TRAIN], "a heterogeneous job of 2 parts"),
+    (["--nodes=2", "--gpus=3", TRAIN], "3 GPUs on 2 nodes"),
+]
+
+
+def test_jobs_that_it_cannot_serve(cluster):
+    files = [cluster.repository / f"refused-{number}.out" for number in range(len(REFUSED))]
+    jobs = [
+        cluster.submit(f"--output={file}", SHARED, *argv)
+        for file, (argv, _) in zip(files, REFUSED, strict=True)
+    ]
+    for job, file, (_, words) in zip(jobs, files, REFUSED, strict=True):
         found = cluster.finished(job)
         assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
-        assert "--gpus-per-node" in (cluster.repository / f"none-{file.name}.out").read_text(
-            encoding="utf-8"
-        )
+        [line] = file.read_text(encoding="utf-8").splitlines()
+        assert words in line
+    words = ["salloc", "--quiet", "--gpus=1", "bash", TRAIN]
+    result = subprocess.run(
+        words, cwd=cluster.repository, env=cluster.env, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert "start this file with sbatch" in line
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -321,6 +354,7 @@ def test_slurm_takes_every_line_that_a_site_may_switch_on(cluster, file):
         "--partition=low",
         "--gpus-per-node=2",
         "--cpus-per-task=1",
+        SHARED,
         everything,
     )
 

@@ -26,7 +26,7 @@ from support.harness import (
     train,
     write_tiny,
 )
-from support.two_hosts import two_hosts
+from support.two_hosts import ip, two_hosts
 
 pytestmark = pytest.mark.launch
 LAUNCH = ROOT / "launch/torchrun"
@@ -125,21 +125,25 @@ class Job:
         (folder / "hold").touch()
 
     def start(
-        self, script: str, index: int, *extra: str, disk: Path | None = None, **env: str
+        self, script: str, index: int, *extra: str, mounts: dict | None = None, **env: str
     ) -> subprocess.Popen:
-        """Start a launch script on host `index`; with `disk`, that folder is the run's on this host alone."""
+        """Start a launch script on host `index`; `mounts` are folders and files that this host alone has elsewhere."""
         process_folder = self.folder / f"process-{len(self.processes)}"
         write_tiny(process_folder)
         settings = {
             "RDZV_ENDPOINT": f"{self.hosts[0].address}:{PORT}",
+            "MASTER_ADDR": self.hosts[0].address,
+            "NODE_RANK": str(index),
             "NPROC_PER_NODE": "1",
             "PATH": PATH,
         }
         settings |= {"SCRIPT": str(self.folder / "hold.py"), "JOIN_TIMEOUT_SECONDS": "60", **env}
         argv = [str(LAUNCH / script), *flags(self.folder), *extra]
-        if disk:  # ip netns exec gives the host mounts of its own
-            mount = f'mount --bind {disk} {self.folder / "run"} && exec "$@"'
-            argv = ["sh", "-c", mount, "sh", *argv]
+        if mounts:  # ip netns exec gives the host mounts of its own
+            commands = [f"mount --bind {own} {place}" for place, own in mounts.items()]
+            # the script has to find the interface itself
+            shell = " && ".join([*commands, 'unset GLOO_SOCKET_IFNAME && exec "$@"'])
+            argv = ["sh", "-c", shell, "sh", *argv]
         process = self.hosts[index].start(argv, process_folder, **settings)
         process.folder = process_folder
         self.processes.append(process)
@@ -186,19 +190,27 @@ def test_one_node(alone, pair):
 
 @needs_gcc
 def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alone, pair):
-    env = {"NNODES": "2", "COLLECTIVE_TIMEOUT_SECONDS": "15"}
-    both = [job.start("multi_node.sh", i, **env) for i in (0, 1)]
+    """Their own names are on the loopback, as on Debian, and on the first host so is the name node0."""
+    env = {"NNODES": "2", "COLLECTIVE_TIMEOUT_SECONDS": "15", "MASTER_ADDR": "node0"}
+    name, first = socket.gethostname(), job.hosts[0]
+    texts = [f"127.0.1.1 {name} node0\n", f"127.0.1.1 {name}\n{first.address} node0\n"]
+    mounts = [{"/etc/hosts": job.folder / f"hosts-{i}"} for i in (0, 1)]
+    for mount, text in zip(mounts, texts, strict=True):
+        mount["/etc/hosts"].write_text(f"127.0.0.1 localhost\n{text}", encoding="utf-8")
+    ip("-n", first.name, "route", "add", "default", "dev", "eth0")
+
+    def start_both(*extra: str, **second: str) -> list[subprocess.Popen]:
+        envs = [env, env | second]
+        return [job.start("multi_node.sh", i, *extra, mounts=mounts[i], **envs[i]) for i in (0, 1)]
+
+    both = start_both()
     assert job.trains_on(2, 1)
     job.hosts[1].cable("down")
-    host, other = map(ended, both)
-    # on the second host torchrun asks the first without end
-    assert (host.code, other.code) == (1, -9)
-    assert f"error: RDZV_ENDPOINT={job.hosts[0].address}:{PORT}: no answer" in other.err
+    assert [result.code for result in map(ended, both)] == [1, 1]
 
     job.hosts[1].cable("up")
     (job.folder / "hold").unlink()
-    both = [job.start("multi_node.sh", 0, "--resume", **env)]
-    both += [job.start("multi_node.sh", 1, "--resume", **clock_ahead(job.folder), **env)]
+    both = start_both("--resume", **clock_ahead(job.folder))
     for result in map(ended, both):
         assert result.code == 0, result.err
     summary = assert_undisturbed(job, alone)
@@ -239,7 +251,7 @@ def test_hosts_with_a_disk_each_are_refused(job):
             (disk / name / "__0_0.distcp").write_text("half of a checkpoint", encoding="utf-8")
     before = {path.relative_to(job.folder) for disk in disks for path in disk.rglob("*")}
     both = [job.start("multi_node.sh", 0, "--resume", NNODES="2")]
-    both += [job.start("multi_node.sh", 1, "--resume", NNODES="2", disk=disks[1])]
+    both += [job.start("multi_node.sh", 1, "--resume", mounts={disks[0]: disks[1]}, NNODES="2")]
     results = list(map(ended, both))
     assert [result.code for result in results] == [1, 1]
     told = [
@@ -295,42 +307,57 @@ def test_no_node_trains_in_a_group_smaller_than_min(job):
 
 def test_a_node_that_does_not_come(job):
     env = {"NNODES": "2", "JOIN_TIMEOUT_SECONDS": "1"}
-    alone = ended(job.start("multi_node.sh", 0, **env))
+    both = [job.start("multi_node.sh", 0, **env)]
+    both += [job.start("multi_node.sh", 1, MASTER_ADDR="10.77.0.77", **env)]
+    alone, nobody = map(ended, both)
     assert alone.code == 1
-    assert "RendezvousTimeoutError" in alone.err.splitlines()[-1]
-    nobody = ended(job.start("multi_node.sh", 1, RDZV_ENDPOINT="10.77.0.77:29400", **env))
-    assert_refused(nobody, "RDZV_ENDPOINT=10.77.0.77:29400", "no answer")
+    assert "1/2 clients joined" in alone.err.splitlines()[-1]
+    assert_refused(nobody, "no answer from MASTER_ADDR=10.77.0.77")
 
 
-@pytest.mark.parametrize("handled", [True, False])
-def test_torchrun_dies_of_sigusr1_unless_it_is_told_to_hand_it_on(tmp_path, handled):
-    # torchrun's --signals-to-handle
-    env = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"} if handled else {}
-    process = launch("05_ddp/train.py", tmp_path, "--steps", 100000, nproc=1, **env)
+def test_torchrun_dies_of_sigusr1(tmp_path):
+    process = launch("05_ddp/train.py", tmp_path, "--steps", 100000, nproc=1)
+    assert holds(process, lambda: steps_logged(tmp_path) > 2)
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process, tmp_path).code == -signal.SIGUSR1
+
+
+def test_sigusr1_that_is_handed_on_ends_in_a_save_and_in_75(tmp_path):
+    write_tiny(tmp_path)
+    argv = [str(LAUNCH / "single_node.sh"), *flags(tmp_path), "--steps", "100000"]
+    env = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}  # torchrun's --signals-to-handle
+    process = start(argv, tmp_path, NPROC_PER_NODE="2", PATH=PATH, **env)
     assert holds(process, lambda: steps_logged(tmp_path) > 2)
     process.send_signal(signal.SIGUSR1)
     result = finish(process, tmp_path)
-    assert result.code == (1 if handled else -signal.SIGUSR1)
-    if handled:
-        assert list((tmp_path / "run").glob("step-*[0-9]"))
+    assert result.code == 75, result.err
+    assert list((tmp_path / "run").glob("step-*[0-9]"))
 
 
 WRONG = {
-    "single_node.sh": ["SCRIPT=none.py", "NPROC_PER_NODE=two", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1h"],
-    "multi_node.sh": [
-        *(
-            "NNODES=1:2",
-            "RDZV_ENDPOINT=",
-            "RDZV_ENDPOINT=localhost",
-            "RDZV_ENDPOINT=localhost:70000",
-        ),
-        *(
-            "RDZV_ENDPOINT=node0.invalid:29400",
-            "JOIN_TIMEOUT_SECONDS=5m",
-            "RUN_DIR_LOCK_SECONDS=2m",
-        ),
+    "single_node.sh": [
+        "SCRIPT=none.py",
+        "NPROC_PER_NODE=two",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1h",
+        "RUN_DIR_LOCK_SECONDS=2m",
     ],
-    "elastic.sh": ["NNODES=3:2", "HEARTBEAT_SECONDS=0", "MAX_RESTARTS=x"],
+    "multi_node.sh": [
+        "NNODES=1:2",
+        "NODE_RANK=",
+        "NODE_RANK=2",
+        "MASTER_ADDR=",
+        "MASTER_ADDR=node0.invalid",
+        "MASTER_PORT=70000",
+        "JOIN_TIMEOUT_SECONDS=5m",
+    ],
+    "elastic.sh": [
+        "NNODES=3:2",
+        "HEARTBEAT_SECONDS=0",
+        "MAX_RESTARTS=x",
+        "RDZV_ENDPOINT=localhost",
+        "RDZV_ENDPOINT=localhost:70000",
+        "RDZV_ENDPOINT=node0.invalid:29400",
+    ],
 }
 # without torchrun; without a GPU that is seen, nothing trains
 EVERYWHERE = ["PATH=/usr/bin:/bin", "NPROC_PER_NODE="]
@@ -343,24 +370,50 @@ EVERYWHERE = ["PATH=/usr/bin:/bin", "NPROC_PER_NODE="]
 def test_wrong_settings(tmp_path, script, given):
     name, value = given.split("=")
     env = {"NNODES": "1:2" if script == "elastic.sh" else "2", "RDZV_ENDPOINT": "localhost:29400"}
-    env |= {"NPROC_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": PATH, name: value}
+    env |= {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "NPROC_PER_NODE": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PATH": PATH, name: value}
     word = "timeout" if "TIMEOUT" in name or "HEARTBEAT" in name else name
     result = finish(start([str(LAUNCH / script)], tmp_path, **env), tmp_path)
     assert_refused(result, *(["torchrun"] if name == "PATH" else [word, value]))
 
 
-def test_a_port_in_use(tmp_path):
+def test_slices_of_a_gpu_get_one_process(tmp_path):
+    """CUDA shows a process the first of its MIG slices alone. nvidia-smi lists them where no variable does."""
+    listed = "GPU 0: H200 (UUID: GPU-0)\n  MIG 3g.71gb Device 0: (UUID: MIG-0)\n  MIG 3g.71gb Device 1: (UUID: MIG-1)"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listed}'\n", encoding="utf-8")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    without_variable = ["env", "--unset=CUDA_VISIBLE_DEVICES", f"PATH={tmp_path}:{PATH}"]
+    with_variable = ["env", "CUDA_VISIBLE_DEVICES=MIG-0,MIG-1", f"PATH={PATH}"]
+    for settings in (without_variable, with_variable):
+        argv = [*settings, str(LAUNCH / "single_node.sh")]
+        result = finish(start(argv, tmp_path, NPROC_PER_NODE="2"), tmp_path)
+        assert_refused(result, "2 processes on 2 MIG slices", "NPROC_PER_NODE=1")
+
+
+@pytest.mark.parametrize("script", ["multi_node.sh", "elastic.sh"])
+def test_a_port_in_use(tmp_path, script):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        env = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_ENDPOINT": endpoint, "PATH": PATH}
-        process = start([str(LAUNCH / "multi_node.sh")], tmp_path, **env)
-        assert_refused(finish(process, tmp_path), "cannot be used here (Address already in use)")
+        port = str(server.getsockname()[1])
+        env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if script == "elastic.sh":
+            env = {"NNODES": "1:2", "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+        process = start([str(LAUNCH / script)], tmp_path, NPROC_PER_NODE="1", PATH=PATH, **env)
+        result = finish(process, tmp_path)
+    assert result.code != 0
+    last = result.err.splitlines()[-1]
+    assert " error: " in last
+    assert port in last
+    assert "address already in use" in last.lower()
 
 
 def test_the_host_whose_own_name_is_on_the_loopback(tmp_path):
-    """As on Debian, where it is 127.0.1.1: it hosts the meeting, under the name that was given."""
+    """As on Debian, where it is 127.0.1.1: it hosts the elastic job's meeting, under the name that was given."""
     with socket.create_server(("127.0.1.1", 0)) as server:
         endpoint = f"127.0.1.1:{server.getsockname()[1]}"
-    check = [sys.executable, str(LAUNCH / "endpoint.py"), "check", endpoint, "2"]
-    result = finish(start(check, tmp_path), tmp_path)
-    assert (result.code, result.out.split()) == (0, ["1", "127.0.1.1"])
+    env = {"NNODES": "1:2", "LAST_CALL_SECONDS": "1", "RDZV_ENDPOINT": endpoint}
+    env |= {"NPROC_PER_NODE": "1", "PATH": PATH, "SCRIPT": str(tmp_path / "address.py")}
+    (tmp_path / "address.py").write_text(
+        "import os; print(os.environ['MASTER_ADDR'])", encoding="utf-8"
+    )
+    result = finish(start([str(LAUNCH / "elastic.sh")], tmp_path, **env), tmp_path)
+    assert (result.code, result.out.split()[-1]) == (0, "127.0.1.1"), result.err

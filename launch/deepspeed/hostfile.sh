@@ -12,22 +12,11 @@ set -euo pipefail
 fail() { echo "hostfile.sh: error: $*" >&2; exit 2; }
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
-# --- SITE: the interface between the hosts, where they have several (launch/torchrun/multi_node.sh says when)
-# export NCCL_SOCKET_IFNAME=eth0
-# export GLOO_SOCKET_IFNAME=eth0
-# --- SITE: how long the slowest rank may take, in seconds; a dead host ends the job everywhere after that
-export COLLECTIVE_TIMEOUT_SECONDS=${COLLECTIVE_TIMEOUT_SECONDS:-600}
-export RUN_DIR_LOCK_SECONDS=${RUN_DIR_LOCK_SECONDS:-120}  # for a run that still ends in the same folder
-# --- end of SITE
-
-[[ $RUN_DIR_LOCK_SECONDS =~ ^[0-9]+$ ]] || fail "RUN_DIR_LOCK_SECONDS=$RUN_DIR_LOCK_SECONDS is not whole seconds"
 command -v deepspeed >/dev/null || fail "there is no deepspeed on the PATH: pip install deepspeed==0.19.8"
 [[ -n ${HOSTFILE:-} ]] || fail "HOSTFILE is not set: a file with a line such as 'node0 slots=8' per host"
 [[ -f $HOSTFILE ]] || fail "HOSTFILE=$HOSTFILE: no such file"
 hosts=$(sed 's/#.*//' "$HOSTFILE" | awk 'NF { print $1 }')
 [[ -n $hosts ]] || fail "HOSTFILE=$HOSTFILE names no host: a line such as 'node0 slots=8' for each"
-script=${SCRIPT:-$repo/06_fsdp_zero/train_zero.py}
-[[ -f $script ]] || fail "SCRIPT=$script: no such file"
 
 # which of the hosts this one is: by name, or by an address that the name resolves to
 own=" localhost $(hostname) $(hostname -s) $(hostname -I) "
@@ -42,9 +31,21 @@ done
 [[ -n $node_rank ]] || fail "HOSTFILE=$HOSTFILE does not name this host ($(hostname), $(hostname -I)): set NODE_RANK"
 [[ $node_rank =~ ^[0-9]+$ && $node_rank -lt $count ]] || fail "NODE_RANK=$node_rank is not one of 0 to $((count - 1))"
 
+# the processes of this host
+slots=$(sed 's/#.*//' "$HOSTFILE" | awk -v rank="$node_rank" 'NF && n++ == rank { sub(/.*slots=/, ""); print $1 }')
+[[ " $*" == *" --device"* ]] || python -c "import sys, torch; sys.exit(not torch.cuda.device_count())" ||
+  fail "torch sees no GPU here: look at nvidia-smi, or say --device cpu to train on the CPU"
+
+# how long to wait, the interfaces between the hosts, and what your site may have to change
+export NPROC_PER_NODE=$slots SCRIPT=${SCRIPT:-$repo/06_fsdp_zero/train_zero.py}
+# shellcheck source=launch/torchrun/settings.sh
+. "$repo/launch/torchrun/settings.sh"
+head=${hosts%%$'\n'*}
+gloo_interface "$head"
+
 command=(
   deepspeed --hostfile "$HOSTFILE" --no_ssh --node_rank "$node_rank"
-  --master_addr "${hosts%%$'\n'*}" --master_port "${MASTER_PORT:-29500}" --quiet "$script" "$@"
+  --master_addr "$head" --master_port "${MASTER_PORT:-29500}" --quiet "$script" "$@"
 )
 printf '%q ' "${command[@]}" && echo
 "${command[@]}" &

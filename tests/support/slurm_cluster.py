@@ -55,7 +55,7 @@ PartitionName=high Nodes=ALL PriorityTier=2
 
 @dataclass
 class Cluster:
-    repository: Path  # links to the shipped files: what the jobs write stays beside them
+    repository: Path  # a copy of the shipped files, as a git checkout; what the jobs write stays beside them
     env: dict[str, str]
 
     def command(self, *argv, **env: str) -> str:
@@ -168,7 +168,10 @@ def start(folder: Path) -> Iterator[Cluster]:
         "training",
         "launch",
     ):
-        (repository / name).symlink_to(ROOT / name)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, repository / name, ignore=ignored)
+    for words in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=repository, check=True, timeout=600)
 
     env = {
         name: value
