@@ -48,15 +48,18 @@ class Balance:
         *,
         weight: float,
         bias_rate: float,
+        unpack: Callable[[Tensor], tuple[Tensor, dict]] = lambda inputs: (inputs, {}),
     ) -> None:
         """Attach the balance to `net`.
 
         Args:
             weight: The weight of the balance loss. 0: no such loss.
             bias_rate: How far the bias of an expert moves in a step. 0: there is no bias.
+            unpack: Returns the token ids of a micro-batch's inputs, and more arguments of `net`.
         """
         self.net = net
         self.batches = batches
+        self.unpack = unpack
         self.weight = weight
         self.bias_rate = bias_rate
         self.mixtures = mixtures(net)
@@ -85,8 +88,9 @@ class Balance:
         counts = torch.zeros_like(self.step_counts)
         stream = self.batches.stream(step - 1)
         for inputs, targets in islice(stream, self.batches.accumulation_steps):
+            tokens, arguments = self.unpack(inputs.to(counts.device))
             with autocast():
-                self.net(inputs.to(counts.device), targets.to(counts.device))
+                self.net(tokens, targets.to(counts.device), **arguments)
             counts += self.last_counts()
         self.counted_ahead = over_ranks(counts)
 
@@ -100,14 +104,20 @@ class Balance:
         self.step_counts += counts
         if self.weight == 0:
             return 0.0
-        # of all ranks and micro-batches
-        counts = over_ranks(counts) if self.counted_ahead is None else self.counted_ahead
+        micro_batches = runtime.ranks().world_size
+        if self.counted_ahead is None:
+            counts = over_ranks(counts)
+        else:  # of all ranks and micro-batches
+            counts = self.counted_ahead
+            micro_batches *= self.batches.accumulation_steps
         choices = counts.sum(dim=0)  # of all layers, [experts]
-        k = self.mixtures[0].experts_per_token
-        frequency = choices * k / choices.sum()  # f: the sum over experts is k
-        probability = torch.stack([load.mean_probability for load in self.net.model.loads])
-        experts = len(choices)
-        loss = self.weight * experts * (frequency * probability.mean(dim=0)).sum()
+        tokens = choices.sum() / self.mixtures[0].experts_per_token  # of all layers
+        frequency = choices / tokens  # f
+        probability = torch.stack([load.probability for load in self.net.model.loads])
+        # p is a mean over the tokens of the global batch. Micro-batches may have unequal numbers of
+        # tokens: this is the part of one of them, times their number.
+        mean_probability = probability.sum(dim=0) / tokens * micro_batches
+        loss = self.weight * len(choices) * (frequency * mean_probability).sum()
         self.step_loss += loss.detach()
         return loss
 
