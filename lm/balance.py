@@ -29,6 +29,7 @@ from common import runtime
 from common.exits import UserError
 from lm.model import Transformer
 from lm.moe import mixtures
+from lm.shapes import Config
 from training.batches import Batches
 
 
@@ -150,20 +151,28 @@ def callbacks(
 ) -> dict[str, Callable]:
     """Return the callbacks of TrainingObjects that balance the experts as the flags say.
 
-    They are {} for a model without experts. Raise UserError if it is given one of the flags. The
-    weight that is not given becomes that of the model's folder.
+    They are {} for a model without experts. Raise UserError if it is given one of the flags.
     """
+    check_flags(args, net.config)
     if net.config.experts is None:
+        return {}
+    balance = Balance(net, batches, device, weight=args.balance_loss, bias_rate=args.balance_bias)
+    return {"start_step": balance.start_step, "end_step": balance.end_step}
+
+
+def check_flags(args: Namespace, config: Config) -> None:
+    """Raise UserError if the flags are given and the model has no experts.
+
+    If it has experts, --balance-loss that is not given becomes the weight of the model's folder.
+    """
+    if config.experts is None:
         if args.balance_loss or args.balance_bias:
             raise UserError(
                 f"--balance-loss and --balance-bias are for a mixture of experts, and --model "
                 f"{args.model} has none"
             )
-        return {}
-    if args.balance_loss is None:
-        args.balance_loss = net.config.experts.balance_weight
-    balance = Balance(net, batches, device, weight=args.balance_loss, bias_rate=args.balance_bias)
-    return {"start_step": balance.start_step, "end_step": balance.end_step}
+    elif args.balance_loss is None:
+        args.balance_loss = config.experts.balance_weight
 
 
 def setting(args: Namespace) -> dict[str, str]:
