@@ -49,14 +49,15 @@ class Balance:
         *,
         weight: float,
         bias_rate: float,
-        unpack: Callable[[Tensor], tuple[Tensor, dict]] = lambda inputs: (inputs, {}),
+        unpack: Callable[[Tensor], tuple[Tensor, dict]] | None = None,
     ) -> None:
         """Attach the balance to `net`.
 
         Args:
             weight: The weight of the balance loss. 0: no such loss.
             bias_rate: How far the bias of an expert moves in a step. 0: there is no bias.
-            unpack: Returns the token ids of a micro-batch's inputs, and more arguments of `net`.
+            unpack: Returns the token ids in a micro-batch's inputs, and more arguments of `net`.
+                None: the inputs are token ids.
         """
         self.net = net
         self.batches = batches
@@ -89,9 +90,12 @@ class Balance:
         counts = torch.zeros_like(self.step_counts)
         stream = self.batches.stream(step - 1)
         for inputs, targets in islice(stream, self.batches.accumulation_steps):
-            tokens, arguments = self.unpack(inputs.to(counts.device))
+            inputs = inputs.to(counts.device)
+            arguments = {}
+            if self.unpack is not None:
+                inputs, arguments = self.unpack(inputs)
             with autocast():
-                self.net(tokens, targets.to(counts.device), **arguments)
+                self.net(inputs, targets.to(counts.device), **arguments)
             counts += self.last_counts()
         self.counted_ahead = over_ranks(counts)
 

@@ -211,7 +211,7 @@ class Block(nn.Module):
         )
         y = self.post_attention_layernorm(x)
         if isinstance(self.mlp, Mixture):
-            y, load = self.mlp(y, padding_mask)
+            y, load = self.mlp(y, padding_mask=padding_mask)
             return x + y, load
         return x + self.mlp(y)
 

@@ -39,7 +39,10 @@ QWEN = {
     "mlp_only_layers": [1],
 }
 MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4}
-STEPS, BATCH, LR, WARMUP = 3, 12, 1e-3, 1
+STEPS = 3
+BATCH = 12
+LR = 1e-3
+WARMUP = 1
 FLAGS = (
     "--data",
     PAIRS,
@@ -69,7 +72,11 @@ def write_model(folder: Path, content: dict) -> str:
 @pytest.fixture(scope="module")
 def model(once):
     """model(content): its folder."""
-    return lambda content: once(content["model_type"], partial(write_model, content=content))
+
+    def folder(content: dict) -> str:
+        return once(content["model_type"], partial(write_model, content=content))
+
+    return folder
 
 
 def read(folder: Path | str):
@@ -90,7 +97,8 @@ def train_theirs(folder: Path, name: str) -> dict:
     theirs.get_input_embeddings().padding_idx = None
     script = load(SCRIPT)
     args = script.flags.TrainingParser("").parse_args(["--data", str(PAIRS)])
-    args.too_long, args.seq_len = "skip", 128
+    args.too_long = "skip"
+    args.seq_len = 128
     args.global_batch_size = BATCH
     helper = load("06_fsdp_zero/_finetune.py")
     corpus, _ = helper.load_chats(args, chats.read_chat_format(name), script.chat_rows)
