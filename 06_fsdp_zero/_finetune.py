@@ -40,6 +40,7 @@ from lm.hf_folder import (
 from lm.training_rows import PackedRows, Row, Rows, hash_of_rows
 from lm.weight_files import StoredWeights
 from lm.weights import BAR_DELAY, build, random_weight, read_config
+from training.batches import PADDING
 from training.digest import local_part
 from training.run_folder import read_run
 
@@ -119,6 +120,12 @@ def add_flags(parser: cli.Parser) -> None:
         "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
     )
     parser.add_argument(
+        "--ep",
+        type=cli.positive_int,
+        default=1,
+        help="ranks that share the experts of a layer; 2 or more: tokens travel to their experts",
+    )
+    parser.add_argument(
         "--cpu-offload",
         action="store_true",
         help="weights, gradients, optimizer state in CPU memory",
@@ -153,6 +160,7 @@ def choose_adapters(args) -> None:
         )
     config = read_config(args.model, experts=True)  # raises for an unknown model
     balance.check_flags(args, config)
+    check_expert_ranks(args, config)
     if args.packing and cli.has_mixture_weights("--data", args.data):
         raise exits.UserError(
             f"--packing: the weights of --data {args.data} count rows, which packing joins: "
@@ -200,6 +208,29 @@ def choose_adapters(args) -> None:
             raise exits.UserError(
                 f"--{flag.replace('_', '-')} is of adapters, and --adapters is 0: leave it out"
             )
+
+
+def check_expert_ranks(args, config: shapes.Config) -> None:
+    """Raise UserError if --ep ranks cannot share the experts."""
+    if args.ep == 1:
+        return
+    if config.experts is None:
+        raise exits.UserError(f"--ep {args.ep}: --model {args.model} has no experts: leave it out")
+    _, world_size, _ = runtime.ranks()
+    parts = {
+        f"{config.experts.num_experts} experts of a layer": config.experts.num_experts,
+        f"{world_size} ranks": world_size,
+    }
+    for what, number in parts.items():
+        if number % args.ep != 0:
+            raise exits.UserError(
+                f"--ep {args.ep} does not divide the {what}: use --ep {math.gcd(args.ep, number)}"
+            )
+    if args.compile:
+        raise exits.UserError(
+            f"--compile: torch.compile cannot trace the exchange of --ep {args.ep}: use "
+            "--no-compile"
+        )
 
 
 def check_adapters_of_mixture(args) -> None:
@@ -533,7 +564,9 @@ def questions(
 
 
 @torch.no_grad()
-def greedy(net: nn.Module, chat: Chat, prompts: list[list[int]], device) -> list[list[int]]:
+def greedy(
+    net: nn.Module, chat: Chat, prompts: list[list[int]], device, unpack: Callable
+) -> list[list[int]]:
     """Return at most ANSWER_TOKENS of the likeliest tokens behind each prompt.
 
     All prompts are one batch, without a cache. Every rank has to call this, because a sharded model
@@ -560,8 +593,9 @@ def greedy(net: nn.Module, chat: Chat, prompts: list[list[int]], device) -> list
         for prompt, answer in zip(prompts, answers, strict=True):
             rows.append(torch.tensor(prompt + answer))
         # padded at the end, where causal attention does not look
-        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = net(tokens.to(device))  # [prompts, vocabulary]
+        inputs = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
+        tokens, masks = unpack(inputs.to(device))
+        logits = net(tokens, **masks)  # [prompts, vocabulary]
         next_tokens = logits[:, : chat.vocab_size].argmax(dim=-1)
         dist.broadcast(next_tokens, 0)
         for answer, token in zip(answers, next_tokens.tolist(), strict=True):

@@ -45,7 +45,7 @@ from common import exits  # before torch: it says what to do without it
 import _finetune
 import torch
 import torch.distributed as dist
-from _sharding import bytes_of_training, shard_groups
+from _sharding import bytes_of_training, clip_grad_norm, shard_experts, shard_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -53,7 +53,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.nn.utils import clip_grad_norm_
 
 from common import hardware, report, runtime
 from lm import balance, chats, lora, packing, shapes, training_rows, weights
@@ -158,6 +157,8 @@ def shard_model(model, args, device) -> None:
     if args.compile:  # before a block is sharded
         for block in model.model.layers.values():
             block.compile(fullgraph=True)
+    if args.ep > 1:  # a mesh of their own, so they are no part of their block's group
+        shard_experts(model, args.ep, options)
     shard_groups(model, options)
     weights.materialize(
         model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
@@ -291,7 +292,7 @@ def main() -> int:
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
-    answer = partial(_finetune.greedy, chat=chat, prompts=prompts, device=device)
+    answer = partial(_finetune.greedy, chat=chat, prompts=prompts, device=device, unpack=unpack)
     val_loss_before = evaluate(model, held_out, device, unpack)
     answers_before = answer(model)
 
@@ -344,7 +345,7 @@ def main() -> int:
                     loss = loss + expert_balance.loss() / batches.accumulation_steps
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), args.clip_norm)
+        grad_norm = clip_grad_norm(model.parameters(), args.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
@@ -430,8 +431,10 @@ def evaluate(model, batches, device, unpack) -> float:
     loss_sum = torch.zeros((), device=device)
     target_count = torch.zeros((), device=device)
     for inputs, targets in batches:
-        inputs, masks = unpack(inputs.to(device))
         targets = targets.to(device)
+        # Ranks with fewer rows have rows without targets, for as many forwards. They are padding.
+        is_empty = (targets == PADDING).all(dim=1, keepdim=True)
+        inputs, masks = unpack(inputs.to(device).masked_fill(is_empty, PADDING))
         loss_sum += model(inputs, targets, reduction="sum", **masks)
         target_count += (targets != PADDING).sum()
     dist.all_reduce(loss_sum)

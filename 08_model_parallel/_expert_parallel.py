@@ -163,8 +163,8 @@ def check_grouped(make_experts: Callable, device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     for stack in experts.parameters():
         stack.copy_(0.02 * torch.randn(stack.shape, generator=generator))
-    counts = list(range(8))  # the first expert gets no row
-    rows = torch.randn(sum(counts), config.hidden_size, generator=generator)
+    counts = torch.arange(8, device=device)  # the first expert gets no row
+    rows = torch.randn(counts.sum().item(), config.hidden_size, generator=generator)
     rows = rows.to(experts.gate_proj)
     grouped = experts.forward_grouped(rows, counts)
     error = relative_error([grouped.float()], [experts(rows, counts).float()])
@@ -364,7 +364,7 @@ def check(rows: list[dict], config: shapes.Config, args: argparse.Namespace) -> 
     return [
         "by hand, each step has the losses, gradients, norm and new weights of one process, "
         + how_equal(largest_error),
-        "with DTensor and a ParallelStyle, each step has those of the version by hand, "
+        "with the exchange of train_3d.py, each step has those of the version by hand, "
         + how_equal(largest_torch_error),
         "the experts took the same tokens as on one process, and each rank sent the bytes that "
         "follow from these",

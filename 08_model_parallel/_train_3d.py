@@ -11,6 +11,7 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +27,9 @@ from training.batches import Batches
 # norm and the hash of the weights need both.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
+
+# The weights that each tensor rank has whole: of norms, and of the routers of experts.
+ON_ALL_TENSOR_RANKS = ("norm.weight", "mlp.gate.weight")
 
 # --- defaults and limits
 
@@ -54,9 +58,10 @@ def count_data_ranks(args, world_size: int) -> int:
     return world_size // (args.tp * args.pp * args.cp)
 
 
-def check_layout(args, config: Config, batches: Batches) -> None:
+def check_layout(args, config: Config, batches: Batches, world_size: int) -> None:
     """Raise UserError if the model or the batch cannot be sharded as the flags say."""
     model = f"--model {args.model}"
+    check_experts(args, config, world_size)
     # The vocabulary is among them because fully_shard and DTensor share out unequal shards in
     # different ways.
     sizes = {}
@@ -119,6 +124,34 @@ def check_layout(args, config: Config, batches: Batches) -> None:
         )
 
 
+def check_experts(args, config: Config, world_size: int) -> None:
+    """Raise UserError if the experts cannot be shared as the flags say."""
+    model = f"--model {args.model}"
+    if config.experts is None:
+        if args.ep > 1:
+            raise UserError(f"--ep {args.ep}: {model} has no experts: leave it out")
+        return
+    if args.pp > 1:
+        raise UserError(f"--pp {args.pp}: {model} has experts: use --pp 1, and --ep")
+    experts = config.experts.num_experts
+    if experts % args.ep != 0:
+        raise UserError(
+            f"--ep {args.ep} does not divide the {experts} experts of a layer of {model}: "
+            f"use --ep {math.gcd(args.ep, experts)}"
+        )
+    ranks_of_copy = world_size // args.replicate
+    if ranks_of_copy % args.ep != 0:
+        raise UserError(
+            f"--ep {args.ep} does not divide the {ranks_of_copy} ranks of a copy of the model: "
+            f"use --ep {math.gcd(args.ep, ranks_of_copy)}"
+        )
+    if args.ep > 1 and args.compile:
+        raise UserError(
+            f"--compile: torch.compile cannot trace the exchange of --ep {args.ep}: "
+            "use --no-compile"
+        )
+
+
 # --- the check of a run
 
 
@@ -147,11 +180,11 @@ def check_bytes(
         assert weight_bytes == expected_bytes, f"rank {rank}: {weight_bytes}, not {expected_bytes}"
         assert state_bytes == 2 * expected_bytes  # AdamW's two moments
 
-    # The ranks together hold each copy of the model once, and norms once per tensor rank.
+    # The ranks together hold each copy of the model once, and what each tensor rank has, as often.
     total_bytes = 0
     for name, parameter in full_parameters.items():
         copies = args.replicate
-        if name.endswith("norm.weight"):
+        if name.endswith(ON_ALL_TENSOR_RANKS):
             copies *= args.tp
         total_bytes += copies * parameter.nbytes
     weight_bytes_per_rank = [weight_bytes for weight_bytes, _, _ in by_rank]
@@ -170,19 +203,35 @@ def check_bytes(
 
 def shard_bytes(name: str, parameter: Tensor, args, mesh: DeviceMesh) -> int:
     """Return the bytes of this rank's shard of a parameter: some of its rows, on a tensor rank."""
+    if ".mlp.experts." in name:
+        return expert_bytes(parameter, args)
     shard = parameter
-    if args.tp > 1 and not name.endswith("norm.weight"):
+    if args.tp > 1 and not name.endswith(ON_ALL_TENSOR_RANKS):
         dim = 0  # outputs: a weight is [outputs, inputs]
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             dim = 1  # inputs
         shard = shard.chunk(args.tp, dim)[mesh["tensor"].get_local_rank()]
-    # As torch.chunk, fully_shard gives ceil(rows / ranks) rows to each rank. The last ranks may
-    # have fewer, or none.
-    rank = mesh["shard"].get_local_rank()
-    row_shards = shard.chunk(mesh["shard"].size())
-    if rank >= len(row_shards):
+    return row_bytes(shard, mesh["shard"].get_local_rank(), mesh["shard"].size())
+
+
+def expert_bytes(stack: Tensor, args) -> int:
+    """Return the bytes of this rank's shard of a stack: some of the experts of an expert rank."""
+    shards = dist.get_world_size() // args.replicate // args.ep
+    copy_rank = dist.get_rank() % (shards * args.ep)
+    shard_rank, expert_rank = divmod(copy_rank, args.ep)
+    return row_bytes(stack.chunk(args.ep)[expert_rank], shard_rank, shards)
+
+
+def row_bytes(parameter: Tensor, rank: int, ranks: int) -> int:
+    """Return the bytes of the rows that fully_shard gives to one of `ranks` ranks.
+
+    As torch.chunk, it gives ceil(rows / ranks) rows to each. The last ranks may have fewer, or
+    none.
+    """
+    shards = parameter.chunk(ranks)
+    if rank >= len(shards):
         return 0
-    return row_shards[rank].nbytes
+    return shards[rank].nbytes
 
 
 # --- the dry run
@@ -203,13 +252,13 @@ def dry_run(
     if args.dtype == "auto":
         args.dtype = "bf16"  # as on a GPU
     if args.world_size is None:
-        args.world_size = args.tp * args.pp * args.cp * args.replicate
+        args.world_size = math.lcm(args.tp * args.pp * args.cp, args.ep) * args.replicate
     data_ranks = count_data_ranks(args, args.world_size)
     objects = load_training_objects(args, 0, data_ranks, torch.device("cpu"))
     config = objects.model.config
     if args.pp > 1 and args.micro_batch_size is None:
         objects.batches.micro_batch_size = 1  # the default of a pipeline
-    check_layout(args, config, objects.batches)
+    check_layout(args, config, objects.batches, args.world_size)
 
     count = partial(count_stage_bytes, args, config, data_ranks, make_mesh, parallelize)
     # A process for each stage, because a process cannot become another rank later.
@@ -226,7 +275,7 @@ def dry_run(
         lines.append([report.for_people(key, value) for key, value in row.items()])
     print(table(lines))
     summary = {}
-    for name in ("model", "dtype", "world_size", "tp", "pp", "cp", "replicate", "schedule"):
+    for name in ("model", "dtype", "world_size", "tp", "pp", "cp", "ep", "replicate", "schedule"):
         summary[name] = getattr(args, name)
     report.write_json({**summary, "device": "fake", "stages": rows}, args.json)
     return 0

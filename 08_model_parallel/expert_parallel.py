@@ -12,8 +12,9 @@ layer then has four steps:
 
 The router decides how many rows travel, so each rank sends and receives a different number.
 
-torch 2.13 has no public tool for expert parallelism. The second version does what torchtitan did
-until May 2026: DTensor shards the experts' weights, and a ParallelStyle dispatches and combines.
+torch 2.13 has no public tool for expert parallelism. The second version has the code that
+train_3d.py trains with, lm/exchange.py: DTensor shards the experts' weights, so that a checkpoint
+knows which experts a rank has, and torch's all-to-all has a backward.
 
     laptop    python 08_model_parallel/expert_parallel.py
               torchrun --standalone --nproc_per_node=3 08_model_parallel/expert_parallel.py \
@@ -55,13 +56,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _expert_parallel import experts_per_rank, mixtures
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from common import lesson, measure, runtime
-from common.torch_versions import all_gather_single, all_to_all_with_backward
-from lm import model, shapes, stdlib_text
+from common.torch_versions import all_gather_single
+from lm import exchange, model, shapes, stdlib_text
 from lm.weights import init_weights, load_config
 
 GPU_DEFAULTS = {"model": "wide", "seq_len": 256}
@@ -90,23 +90,26 @@ class Experts(nn.Module):
             stacks.append(stack.unbind())
         return list(zip(*stacks, strict=True))
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [rows, hidden] for rows of this shape, which are ordered by expert.
 
         counts[i] rows are for expert i. An expert without rows gets a gradient of zeros, not None.
         """
+        matrices_of_experts = self.matrices()
+        # The last rank may have fewer experts. The counts of those that it has not are 0.
+        rows_of_experts = rows.split(counts[: len(matrices_of_experts)].tolist())
         outputs = []
-        for x, matrices in zip(rows.split(counts), self.matrices(), strict=True):
+        for x, matrices in zip(rows_of_experts, matrices_of_experts, strict=True):
             outputs.append(mlp(x, *matrices))
         return torch.cat(outputs)
 
-    def forward_grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def forward_grouped(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Do as forward, with three kernels in place of three per expert. All is in bf16.
 
         With the experts of a real model the loop would mostly launch kernels. lm/moe.py, which
-        train_fsdp.py trains, has these lines.
+        train_fsdp.py and train_3d.py train, has these lines.
         """
-        ends = torch.tensor(counts, device=rows.device).cumsum(0).int()  # last row + 1, [experts]
+        ends = counts.cumsum(0).int()  # last row + 1, [experts]
         # grouped_mm multiplies rows up to ends[0] by matrix 0, rows up to ends[1] by matrix 1, ...
         gate = F.silu(F.grouped_mm(rows, self.gate_proj.mT, offs=ends))  # [rows, intermediate]
         up = F.grouped_mm(rows, self.up_proj.mT, offs=ends)
@@ -270,13 +273,17 @@ class ParallelMixture(Mixture):
 
         kept is [ranks, experts]: how many rows each rank has for each expert.
         """
-        exchange = plan_exchange(kept)
-        received = AllToAll.apply(rows, exchange.to_ranks, exchange.from_ranks)  # dispatch
+        rows_for_ranks = exchange.by_owner(
+            kept, len(kept)
+        )  # [from rank, to rank, experts of a rank]
+        rank = dist.get_rank()
+        sizes = exchange.plan_exchange(rows_for_ranks[rank], rows_for_ranks[:, rank])
+        received = AllToAll.apply(rows, sizes.to_ranks, sizes.from_ranks)  # dispatch
         # The rows come ordered by rank and then by expert. An expert takes its rows of all ranks.
-        order = exchange.order.to(rows.device)
-        outputs = self.experts(received[order], exchange.counts)
+        order = sizes.order.to(rows.device)
+        outputs = self.experts(received[order], sizes.counts)
         outputs = outputs[order.argsort()]  # ordered by rank again
-        return AllToAll.apply(outputs, exchange.from_ranks, exchange.to_ranks)  # combine
+        return AllToAll.apply(outputs, sizes.from_ranks, sizes.to_ranks)  # combine
 
 
 def keep_within_capacity(counts: Tensor, factor: float | None) -> Tensor:
@@ -292,31 +299,6 @@ def keep_within_capacity(counts: Tensor, factor: float | None) -> Tensor:
     return counts.minimum(free)
 
 
-class Exchange(NamedTuple):
-    """The sizes of dispatch on this rank. Combine has the same, the other way round."""
-
-    to_ranks: list[int]  # rows to each rank
-    from_ranks: list[int]  # rows from each rank
-    order: Tensor  # the received rows by expert, [received rows]
-    counts: list[int]  # received rows for each of this rank's experts
-
-
-def plan_exchange(kept: Tensor) -> Exchange:
-    """Return who sends how many rows to whom. kept is [ranks, experts], on the CPU."""
-    ranks, experts = kept.shape
-    rank = dist.get_rank()
-    # The owner of an expert is the rank that holds it. Each part is [ranks, experts of an owner].
-    kept_by_owner = kept.split(experts_per_rank(experts, ranks), dim=1)
-    to_ranks = [kept_of_owner[rank].sum().item() for kept_of_owner in kept_by_owner]
-    my_kept = kept_by_owner[rank]  # [ranks, my experts]
-    from_ranks = my_kept.sum(1).tolist()
-    # Rank 0 sends its rows for my first expert, for my second, and so on; then rank 1 does.
-    my_experts = torch.arange(my_kept.shape[1], device=kept.device)
-    expert_of_row = my_experts.repeat(ranks).repeat_interleave(my_kept.flatten())
-    order = expert_of_row.argsort(stable=True)
-    return Exchange(to_ranks, from_ranks, order, counts=my_kept.sum(0).tolist())
-
-
 def shard_by_hand(net: nn.Module) -> None:
     """Keep the experts of this rank only. The last rank may have fewer than the others."""
     rank = dist.get_rank()
@@ -326,59 +308,23 @@ def shard_by_hand(net: nn.Module) -> None:
             setattr(mixture.experts, name, nn.Parameter(shards[rank].clone()))
 
 
-# --- 3. with DTensor
-
-
-class ExpertParallel(ParallelStyle):
-    """Shard the stacks of Experts. Dispatch what goes into forward, and combine what comes out.
-
-    parallelize_module applies it to a module, and distribute_module makes hooks of dispatch and
-    combine: the module itself knows nothing of ranks.
-    """
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, mesh, self.shard, self.dispatch, self.combine)
-
-    def shard(self, module_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Replace the parameters by DTensors, each sharded by experts."""
-        for name, stack in list(module.named_parameters(recurse=False)):
-            # src_data_rank=None: every rank has the full stack, so rank 0 need not send it.
-            sharded = distribute_tensor(stack, mesh, [Shard(0)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(sharded))
-
-    def dispatch(
-        self, module: nn.Module, inputs: tuple[Tensor, Tensor], mesh: DeviceMesh
-    ) -> tuple[Tensor, list[int]]:
-        """Turn (rows, kept) of run_experts into the arguments of Experts.forward."""
-        rows, kept = inputs
-        exchange = plan_exchange(kept)
-        received = all_to_all_with_backward(
-            rows, exchange.from_ranks, exchange.to_ranks, mesh.get_group()
-        )
-        self.exchange = exchange  # combine comes next
-        return received[exchange.order.to(rows.device)], exchange.counts
-
-    def combine(self, module: nn.Module, outputs: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Send the results back to the ranks of their tokens."""
-        exchange = self.exchange
-        outputs = outputs[exchange.order.to(outputs.device).argsort()]
-        return all_to_all_with_backward(
-            outputs, exchange.to_ranks, exchange.from_ranks, mesh.get_group()
-        )
+# --- 3. as train_3d.py does
 
 
 class MixtureOfDTensors(ParallelMixture):
-    """ParallelMixture without messages in run_experts: ExpertParallel adds them."""
+    """ParallelMixture with the exchange that train_3d.py trains with."""
 
     def run_experts(self, rows: Tensor, kept: Tensor) -> Tensor:
         """Return the expert's output for each row, [rows, hidden]."""
-        return self.experts(rows, kept)
+        counts = kept[dist.get_rank()].to(rows.device)  # [experts]
+        return exchange.run_experts(self.experts, dist.group.WORLD, rows, counts)
 
 
 def shard_by_torch(net: nn.Module, device: torch.device) -> None:
-    """Shard the experts of every layer with parallelize_module."""
+    """Shard the experts of every layer with DTensor."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    parallelize_module(net, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+    for mixture in mixtures(net):
+        exchange.shard_experts(mixture.experts, mesh)
 
 
 # --- 4. a training step

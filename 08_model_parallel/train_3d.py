@@ -1,4 +1,4 @@
-r"""Train a language model on a mesh of ranks: data, tensor, pipeline and context parallelism.
+r"""Train a language model on a mesh of ranks, with each kind of parallelism of this chapter.
 
 With train_fsdp.py, each rank holds a shard of the weights, but computes full layers on full
 sequences. At some size this no longer works: the activations of a layer do not fit on one GPU, or
@@ -8,10 +8,13 @@ there are more GPUs than sequences in a batch. This script also shards the compu
     --pp N       pipeline parallelism: N stages have some consecutive layers each
                  (--schedule interleaved: two smaller stages on each of N ranks)
     --cp N       context parallelism: N ranks share each sequence
+    --ep N       expert parallelism: N ranks share the experts of each layer
 
 The remaining factor of the world size is data parallelism: world size / (tp * pp * cp) groups of
 ranks read different sequences. fully_shard shards the weights over the data and context ranks.
---replicate N keeps N copies (HSDP).
+--replicate N keeps N copies (HSDP). --ep takes no factor of its own: data, tensor and context ranks
+have different tokens, and each rank holds 1/N of the experts. fully_shard shards them over the
+ranks that hold the same ones.
 
     laptop    torchrun --standalone --nproc_per_node=4 08_model_parallel/train_3d.py --tp 2 --cp 2
     one node  torchrun --standalone --nproc_per_node=8 08_model_parallel/train_3d.py \
@@ -21,6 +24,7 @@ ranks read different sequences. fully_shard shards the weights over the data and
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
               before the script, and after it
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
+              --model moe-30b-a3b --ep 8 --micro-batch-size 1
     dry run   python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b \
                   --tp 8 --pp 4 --micro-batch-size 1
               It trains nothing, and prints the bytes of weights and optimizer state of each stage.
@@ -52,7 +56,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -66,8 +70,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common import cli, hardware, report, runtime
 from common.torch_versions import all_gather_with_backward
-from lm import data, shapes, weights
+from lm import balance, data, exchange, shapes, weights
 from lm.activation_checkpointing import checkpoint_blocks
+from lm.moe import Mixture, mixtures
 from lm.stages import STAGES_PER_RANK, stages_of_rank
 from training import checkpoint, flags, micro_batch, optim
 from training.batches import PADDING, Batches
@@ -89,19 +94,23 @@ def load_training_objects(args, data_rank, data_ranks, device):
     weights.check_model(args.model, held_on, copies=args.replicate)
     corpus = data.load_corpus(args.data, args.tokenizer, args.model, args.run_dir, args.eval_data)
     train_set, held_out_set = data.sequences(corpus, args.seq_len)
-    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, args.seq_len, experts=True)
     model = weights.build(args.model, config, seed=args.seed, device="meta")
+    batches = Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks)
+    experts = balance.callbacks(args, model, batches, device)  # of a mixture of experts
     return TrainingObjects(
         model=model,
         name=args.model,
-        batches=Batches(train_set, held_out_set, args, rank=data_rank, world_size=data_ranks),
+        batches=batches,
         must_match={
             "data": corpus.sha256,
             "model": repr(config),
             "weights of --model": weights.fingerprint(args.model),
+            **balance.setting(args),
         },
         flops_per_token=shapes.flops_per_token(config, args.seq_len),
         config_json=shapes.config_json(config),
+        **experts,
     )
 
 
@@ -178,14 +187,22 @@ def shard_matrices(model, mesh: DeviceMesh) -> None:
         ),
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=my_tokens),
-        # The MLP: an all-gather, then some of the channels on each rank, then a reduce-scatter.
-        "model.layers.*.mlp": PrepareModuleInput(
-            input_layouts=my_tokens, desired_input_layouts=all_tokens
-        ),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=my_tokens),
     }
+    for number, block in model.model.layers.items():
+        mlp = f"model.layers.{number}.mlp"
+        if isinstance(block.mlp, Mixture):
+            # No all-gather: to a mixture of experts, tensor ranks are ranks with other tokens.
+            plan[mlp] = PrepareModuleInput(
+                input_layouts=my_tokens, desired_input_layouts=my_tokens, use_local_output=True
+            )
+        else:
+            # An all-gather, then some of the channels on each rank, then a reduce-scatter.
+            plan[mlp] = PrepareModuleInput(
+                input_layouts=my_tokens, desired_input_layouts=all_tokens
+            )
+            plan[f"{mlp}.gate_proj"] = ColwiseParallel()
+            plan[f"{mlp}.up_proj"] = ColwiseParallel()
+            plan[f"{mlp}.down_proj"] = RowwiseParallel(output_layouts=my_tokens)
     if model.config.qk_norm:
         # The input is [batch, tokens, heads / tp, head_dim]. SequenceParallel replicates the weight
         # and takes any dimension as sharded, here the heads. DTensor sums the gradients of the
@@ -207,6 +224,12 @@ def shard_matrices(model, mesh: DeviceMesh) -> None:
     # By default torch sends the weights of the first tensor rank to the others. Here there are none
     # yet: the parameters are on the meta device.
     parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+    for mixture in mixtures(model):
+        # Each tensor rank has the whole router. local_weight of lm/moe.py says that its gradient is
+        # the sum over these ranks.
+        router = mixture.gate.weight.detach()
+        router = distribute_tensor(router, mesh["tensor"], [Replicate()], src_data_rank=None)
+        mixture.gate.weight = nn.Parameter(router)
     if model.model.embed_tokens is not None:
         model.model.embed_tokens.register_forward_hook(wait_for_tokens)
     # Embedding and head may share one parameter, which parallelize_module has replaced by two.
@@ -323,6 +346,54 @@ def attend_to_all_tokens(
     return torch.cat(outputs, dim=1).transpose(1, 2)
 
 
+# --- expert parallelism
+
+
+def make_expert_mesh(args, device_type: str) -> DeviceMesh:
+    """Return the mesh of the experts: the ranks, arranged by which experts they hold.
+
+    Each data, context and tensor rank has other tokens. So all of them share the experts: --ep
+    neighbours hold each expert once, and FSDP shards what they hold over the dimension "shard", the
+    ranks that hold the same experts. For example, 8 ranks with --tp 2 --ep 4:
+
+        rank           0  1  2  3  4  5  6  7
+        tensor rank    0  1  0  1  0  1  0  1
+        expert rank    0  1  2  3  0  1  2  3
+        "shard"        0  0  0  0  1  1  1  1
+    """
+    ranks_of_copy = dist.get_world_size() // args.replicate
+    sizes = {
+        "replicate": args.replicate,
+        "shard": ranks_of_copy // args.ep,
+        "expert": args.ep,
+    }
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:
+        runtime.set_timeout(mesh.get_group(name))
+    return mesh
+
+
+def shard_experts(model, args, mesh: DeviceMesh, options: dict) -> None:
+    """Shard the experts of each layer: over the expert ranks whole ones, then over the others.
+
+    The gradient of an expert is a sum over the tokens of the expert ranks, because their rows come
+    to the expert. fully_shard takes the mean over the other ranks. Together this should be the mean
+    over data and context ranks of the sum over tensor ranks, so a factor is left.
+    """
+    options = options | {"mesh": mesh["shard"]}
+    if args.replicate > 1:
+        options["mesh"] = mesh["replicate", "shard"]
+    for mixture in mixtures(model):
+        experts = mixture.experts
+        experts.gradient_factor = args.tp / args.ep
+        if args.ep > 1:
+            exchange.shard_experts(experts, mesh["expert"])
+            group = mesh.get_group("expert")
+            mixture.run_experts = partial(exchange.run_experts, experts, group)
+        fully_shard(experts, **options)
+
+
 # --- data parallelism, and the order in which all of them are applied
 
 
@@ -357,6 +428,9 @@ def parallelize(model, args, mesh: DeviceMesh, pipeline_rank: int) -> dict[int, 
     if args.replicate > 1:
         options["mesh"] = mesh["replicate", "shard"]
 
+    # Experts are groups of their own, because other ranks share them: first they, then the blocks.
+    if mixtures(model):
+        shard_experts(model, args, make_expert_mesh(args, mesh.device_type), options)
     # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
     for block in model.model.layers.values():
         if args.compile:
@@ -483,16 +557,24 @@ def clip_grad_norm(model, max_norm: float, mesh: DeviceMesh) -> Tensor:
     """Clip the gradients of all stages by their common norm, and return the norm.
 
     If each stage clipped by its own norm, the stages would scale their gradients by different
-    factors.
+    factors. So would ranks that clip by the norm of their own experts.
     """
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    norm = runtime.full_tensor(get_total_norm(gradients))  # over tensor ranks and shards
+    # torch takes the norm of gradients on one mesh. Experts are on a mesh of their own.
+    parameters_of_mesh = {}
+    for parameter in model.parameters():
+        parameters_of_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    norms = []
+    for parameters in parameters_of_mesh.values():
+        gradients = [parameter.grad for parameter in parameters]
+        # over tensor ranks, expert ranks and shards, each gradient once
+        norms.append(runtime.full_tensor(get_total_norm(gradients)))
+    norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
     if "pipeline" in mesh.mesh_dim_names:
         squared_norm = norm**2
         dist.all_reduce(squared_norm, group=mesh.get_group("pipeline"))
         norm = squared_norm.sqrt()
-    clip_grads_with_norm_(parameters, max_norm, norm)
+    for parameters in parameters_of_mesh.values():
+        clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
@@ -515,6 +597,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--cp", type=cli.positive_int, default=1, help="ranks that share each sequence"
+    )
+    parser.add_argument(
+        "--ep", type=cli.positive_int, default=1, help="ranks that share the experts of a layer"
     )
     parser.add_argument(
         "--replicate",
@@ -574,12 +659,14 @@ def main() -> int:
             fewest_micro_batches=args.pp,
             estimate_flags="--zero 3",
         )
-    helper.check_layout(args, model.config, batches)
+    helper.check_layout(args, model.config, batches, world_size)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     stages = parallelize(model, args, mesh, place.pipeline_rank)
     weights.materialize(model, args.model, seed=args.seed, device=device)
     share_rope_tables(model, stages)
     my_tokens = shard_sequences(stages, args, mesh, place, device)
+    if model.balance is not None:
+        model.balance.shard_tokens(my_tokens, mesh["tensor"] if args.tp > 1 else None)
     pipeline = None
     if args.pp > 1:
         pipeline = Pipeline(stages, args, batches, mesh, device)
@@ -641,6 +728,8 @@ def main() -> int:
         # lm/model.py has no dropout. If your model has, tensor ranks must draw the same numbers
         # where they hold the same activations. Other ranks, and other steps, draw other numbers.
         runtime.seed_step(args.seed, step, dist.get_rank() // args.tp)
+        if objects.start_step:
+            objects.start_step(step)
         step_loss = torch.zeros((), device=device)
         if args.pp > 1:
             # The pipeline takes all micro-batches together, so that all its stages have work.
@@ -674,6 +763,7 @@ def main() -> int:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        values = objects.end_step() if objects.end_step else {}
 
         # Log, evaluate and save. All three contain collectives, so every rank must take part.
         stop = runtime.stop_requested()  # the same on all ranks
@@ -681,7 +771,7 @@ def main() -> int:
         save = is_last_step or (args.save_every and step % args.save_every == 0)
         if save or step == 1 or step % args.log_every == 0:
             dist.all_reduce(step_loss)  # the sum over ranks; divided by world_size, the mean
-            meter.log(step, step_loss / world_size, grad_norm, lr)
+            meter.log(step, step_loss / world_size, grad_norm, lr, **values)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             meter.log_eval(step, evaluate(model, held_out, device, my_tokens, pipeline))
         if save:

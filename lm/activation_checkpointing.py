@@ -82,6 +82,8 @@ ATTENTION = (  # how the operators' names begin
     "torch_attn::_varlen_attn",  # varlen_attn
     "flex_attention",  # flex_attention, a higher-order operator
 )
+# The matmuls of experts, and the all-to-alls of lm/exchange.py.
+OF_EXPERTS = ("aten::_grouped_mm", "_c10d_functional::all_to_all_single")
 # Without a fused kernel torch computes attention by matmuls and this softmax. It has no result that
 # stands for all of it, and everything is computed again.
 ATTENTION_BY_MATMULS = "aten::_safe_softmax"
@@ -105,7 +107,10 @@ def selective_contexts(last_matmul: tuple[int, ...], attention: set[str]) -> tup
         is_matmul = name in ("aten::mm", "aten::addmm")  # addmm is a matmul with a bias
         if is_matmul and args[-1].shape != last_matmul:
             return CheckpointPolicy.MUST_SAVE
-        if name == "aten::_grouped_mm":  # of experts
+        if name in OF_EXPERTS:
+            return CheckpointPolicy.MUST_SAVE
+        if name == "aten::_to_copy" and kwargs.get("device") == torch.device("cpu"):
+            # The sizes of an exchange of rows. To copy them again, the CPU would wait for the GPU.
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

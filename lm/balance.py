@@ -24,6 +24,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from common import runtime
 from common.exits import UserError
@@ -73,6 +74,13 @@ class Balance:
         self.step_counts = torch.zeros(len(self.mixtures), experts, dtype=torch.long, device=device)
         self.step_loss = torch.zeros((), device=device)
         self.counted_ahead: Tensor | None = None
+        self.my_tokens: Tensor | slice = slice(None)
+        self.tensor_mesh: DeviceMesh | None = None
+
+    def shard_tokens(self, my_tokens: Tensor, tensor_mesh: DeviceMesh | None) -> None:
+        """Set the tokens of each sequence that this rank has, and the ranks that share a loss."""
+        self.my_tokens = my_tokens
+        self.tensor_mesh = tensor_mesh
 
     @torch.no_grad()
     def start_step(
@@ -90,12 +98,13 @@ class Balance:
         counts = torch.zeros_like(self.step_counts)
         stream = self.batches.stream(step - 1)
         for inputs, targets in islice(stream, self.batches.accumulation_steps):
-            inputs = inputs.to(counts.device)
+            inputs = inputs.to(counts.device)[:, self.my_tokens]
+            targets = targets.to(counts.device)[:, self.my_tokens]
             arguments = {}
             if self.unpack is not None:
                 inputs, arguments = self.unpack(inputs)
             with autocast():
-                self.net(inputs, targets.to(counts.device), **arguments)
+                self.net(inputs, targets, **arguments)
             counts += self.last_counts()
         self.counted_ahead = over_ranks(counts)
 
@@ -122,6 +131,7 @@ class Balance:
         # p is a mean over the tokens of the global batch. Micro-batches may have unequal numbers of
         # tokens: this is the part of one of them, times their number.
         mean_probability = probability.sum(dim=0) / tokens * micro_batches
+        mean_probability = self.over_tensor_ranks(mean_probability)
         loss = self.weight * len(choices) * (frequency * mean_probability).sum()
         self.step_loss += loss.detach()
         return loss
@@ -144,6 +154,16 @@ class Balance:
             micro_batches = self.batches.accumulation_steps * runtime.ranks().world_size
             values["balance_loss"] = over_ranks(self.step_loss) / micro_batches
         return values
+
+    def over_tensor_ranks(self, probability: Tensor) -> Tensor:
+        """Return the mean over tensor ranks, which have other tokens and the same loss."""
+        if self.tensor_mesh is None:
+            return probability
+        from torch.distributed.tensor import DTensor, Partial
+
+        # Backward gives each rank the gradient of its own summand.
+        summand = probability / self.tensor_mesh.size()
+        return DTensor.from_local(summand, self.tensor_mesh, [Partial()]).full_tensor()
 
     def last_counts(self) -> Tensor:
         """Return the counts of the last forward on this rank, [layers, experts]."""

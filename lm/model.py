@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.runtime import full_tensor
 from lm.moe import Load, Mixture
 from lm.shapes import Config
 
@@ -93,7 +94,7 @@ class Transformer(nn.Module):
             return self.lm_head(hidden)
         loss = self.loss(hidden, targets, reduction)
         if self.balance is not None and reduction == "mean" and torch.is_grad_enabled():
-            loss = loss + self.balance.loss()
+            loss = full_tensor(loss) + self.balance.loss()  # with tensor parallelism, a DTensor
         return loss
 
     def loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:

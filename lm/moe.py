@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.runtime import local_shard
 from lm.shapes import ExpertConfig
 
 
@@ -63,7 +62,7 @@ class Mixture(nn.Module):
         # Give each choice a row, and order the rows by expert.
         order = choices.flatten().argsort(stable=True)  # choices are numbered token * k + place
         rows = tokens[order // self.experts_per_token]
-        rows = self.experts(rows, counts)
+        rows = self.run_experts(rows, counts)
         # Back in the order of the tokens, the sum over k has a fixed order, without atomics.
         outputs = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
         if padding is not None:
@@ -74,13 +73,17 @@ class Mixture(nn.Module):
         mixed = (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1)
         return mixed.view_as(x), load
 
+    def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the results of Experts. Expert parallelism replaces this: see lm/exchange.py."""
+        return self.experts(rows, counts)
+
     def route(self, tokens: Tensor) -> Tensor:
         """Return the probability of each expert, [tokens, experts], in fp32.
 
         In bf16 two experts that are nearly tied change places more often.
         """
         with torch.autocast(tokens.device.type, enabled=False):
-            return F.linear(tokens.float(), self.gate.weight.float()).softmax(dim=-1)
+            return F.linear(tokens.float(), local_weight(self.gate.weight).float()).softmax(dim=-1)
 
 
 def mixtures(net: nn.Module) -> list[Mixture]:
@@ -108,6 +111,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
         self.up_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.gradient_factor = 1.0  # of the weights, in expert parallelism
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [rows, hidden] for rows of this shape, which are ordered by expert.
@@ -115,8 +119,12 @@ class Experts(nn.Module):
         counts, [experts], are the rows of each expert. An expert without rows takes part: its
         gradient is 0, not None. Rows behind those of the last expert have an undefined result.
         """
-        gate = F.silu(multiply(rows, self.gate_proj, counts))  # [rows, intermediate]
-        return multiply(gate * multiply(rows, self.up_proj, counts), self.down_proj, counts)
+        factor = self.gradient_factor
+        gate_proj = local_weight(self.gate_proj, factor)
+        up_proj = local_weight(self.up_proj, factor)
+        down_proj = local_weight(self.down_proj, factor)
+        gate = F.silu(multiply(rows, gate_proj, counts))  # [rows, intermediate]
+        return multiply(gate * multiply(rows, up_proj, counts), down_proj, counts)
 
 
 def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
@@ -125,7 +133,6 @@ def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     rows, [rows, inputs], are ordered by expert, and counts says how many each has. stack is
     [experts, outputs, inputs]. Rows behind those of the last expert have an undefined result.
     """
-    stack = local_shard(stack)  # in tensor parallelism, each expert is sharded by its channels
     stack = stack.to(rows.dtype)  # autocast does not know grouped_mm
     # torch compiles and traces grouped_mm in bf16 only, and with rows of multiples of 16 bytes.
     if rows.dtype == torch.bfloat16 and stack.shape[1] % 8 == 0 and stack.shape[2] % 8 == 0:
@@ -135,6 +142,37 @@ def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     outputs = [F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)]
     outputs.append(rest.new_zeros(len(rest), stack.shape[1]))
     return torch.cat(outputs)
+
+
+def local_weight(weight: Tensor, gradient_factor: float = 1.0) -> Tensor:
+    """Return what this rank holds of a weight. Backward multiplies the gradient by a factor.
+
+    Where ranks hold copies of a DTensor, each has other tokens: the gradient of the copy is the sum
+    over these ranks. to_local() alone would take the summand of this rank for the gradient.
+    """
+    if hasattr(weight, "placements"):
+        from torch.distributed.tensor import Partial
+
+        placements = []
+        for placement in weight.placements:
+            placements.append(Partial() if placement.is_replicate() else placement)
+        weight = weight.to_local(grad_placements=placements)
+    if gradient_factor != 1.0:
+        weight = ScaleGradient.apply(weight, gradient_factor)
+    return weight
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Return a tensor as it is. Backward multiplies its gradient by a factor."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
 
 
 def count(choices: Tensor, experts: int) -> Tensor:

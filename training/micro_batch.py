@@ -33,6 +33,7 @@ ESTIMATED_FLAGS = (
     "tp",
     "pp",
     "cp",
+    "ep",
     "schedule",
     "replicate",
 )
