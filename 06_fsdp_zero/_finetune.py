@@ -216,7 +216,7 @@ def check_expert_ranks(args, config: shapes.Config) -> None:
         return
     if config.experts is None:
         raise exits.UserError(f"--ep {args.ep}: --model {args.model} has no experts: leave it out")
-    _, world_size, _ = runtime.ranks()
+    world_size = runtime.ranks().world_size
     parts = {
         f"{config.experts.num_experts} experts of a layer": config.experts.num_experts,
         f"{world_size} ranks": world_size,

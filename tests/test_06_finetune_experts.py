@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support.chapter import load
-from support.checkpoints import saved
+from support.checkpoints import gradients, saved
 from support.harness import ROOT, Result, assert_refused, drop_after, in_full, run, train
 
 from lm import chats, training_rows
@@ -118,33 +118,49 @@ def train_theirs(folder: Path, name: str) -> dict:
         found["loss"].append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         found["grad_norm"].append(norm.item())
+        if step == 0:
+            gradients_of_theirs = {n: p.grad.clone() for n, p in theirs.named_parameters()}
         found["expert_tokens"].append(2 * mask.sum().item())
         optimizer.param_groups[0]["lr"] = LR * lr_factor(step, "cosine", WARMUP, STEPS)
         optimizer.step()
         optimizer.zero_grad()
     theirs.save_pretrained(folder / "trained")
+    found["gradients"] = {}
+    for name, gradient in gradients_of_theirs.items():
+        if name.endswith("gate_up_proj"):
+            gate, up = gradient.chunk(2, dim=1)
+            found["gradients"][name.replace("gate_up", "gate")] = gate
+            found["gradients"][name.replace("gate_up", "up")] = up
+        else:
+            found["gradients"][name] = gradient
     return {**found, "folder": str(folder / "trained")}
 
 
 @pytest.mark.parametrize(
     ("content", "nproc", "micro", "flags"),
     [
-        (QWEN, 2, 2, ()),
+        (QWEN, 2, 2, ("--ep", 2)),
+        (MIXTRAL, 3, 4, ()),
         in_full(QWEN, 1, 12, ("--checkpointing", "full")),
-        in_full(QWEN, 3, 4, ("--loss", "plain", "--checkpointing", "selective")),
-        in_full(MIXTRAL, 4, 1, ()),
+        in_full(QWEN, 2, 3, ("--loss", "plain", "--checkpointing", "selective")),
+        in_full(QWEN, 4, 1, ("--ep", 2, "--loss", "plain", "--checkpointing", "selective")),
+        in_full(QWEN, 4, 3, ("--ep", 4, "--checkpointing", "full")),
+        in_full(MIXTRAL, 4, 1, ("--ep", 4)),
     ],
 )
 def test_steps_are_those_of_transformers_on_the_whole_batch(
     tmp_path, model, once, content, nproc, micro, flags
 ):
-    """Losses with the balance loss, norms, and the saved model. Padding is not counted."""
+    """Losses with the balance loss, norms, gradients, the saved model. Padding is not counted."""
     name = model(content)
     expected = once("theirs", train_theirs, name)
     flags = (*TRAINED, "--model", name, "--micro-batch-size", micro, *flags)
-    result = train(SCRIPT, tmp_path, *flags, nproc=nproc)
+    result = train(SCRIPT, tmp_path, *flags, "--save-every", 1, nproc=nproc)
     for column in ("loss", "grad_norm"):
         assert result.column(column) == pytest.approx(expected[column], rel=1e-5), column
+    for parameter, gradient in gradients(tmp_path).items():
+        assert error(gradient, expected["gradients"].pop(parameter)) < 1e-5, parameter
+    assert not expected["gradients"]
     for step, layers in enumerate(result.column("expert_tokens")):
         assert [sum(layer) for layer in layers] == [expected["expert_tokens"][step]] * len(layers)
     trained = read(tmp_path / "run/model")
@@ -161,7 +177,7 @@ def test_packed_chats_are_trained_as_padded_ones_and_resumed_on_three_ranks(tmp_
     padded = train(SCRIPT, tmp_path / "padded", *flags, *padded_flags)
     packed_flags = (*flags, "--global-batch-size", 6, "--packing", "--seq-len", 345)
     packed_flags += ("--balance-loss", 0.2, "--micro-batch-size", 1)
-    train(SCRIPT, tmp_path, *packed_flags, "--save-every", 1, nproc=2)
+    train(SCRIPT, tmp_path, *packed_flags, "--save-every", 1, "--ep", 2, nproc=2)
     drop_after(tmp_path, 1)
     resumed = train(SCRIPT, tmp_path, *packed_flags, "--resume", nproc=3)
     for name, expected in columns(padded).items():
@@ -176,8 +192,11 @@ def test_adapters_of_attention_open_with_peft(tmp_path, model):
     peft = pytest.importorskip("peft")
     base = model(MIXTRAL)
     flags = (*FLAGS, "--model", base, "--steps", 4, "--global-batch-size", 6, "--adapters", 4)
-    flags += ("--lr", 1e-2, "--micro-batch-size", 1, "--dropout", 0.1)
-    result = train(SCRIPT, tmp_path, *flags, "--save-every", 2, nproc=2)
+    flags += ("--lr", 1e-2)
+    one = train(SCRIPT, tmp_path / "one", *flags)
+    result = train(SCRIPT, tmp_path, *flags, "--micro-batch-size", 1, "--ep", 2, nproc=2)
+    for name, expected in columns(one).items():
+        assert result.column(name) == pytest.approx(expected, rel=1e-5), name
     names = saved(tmp_path, 4)["model"]
     assert len(names) == 2 * 4 * 3  # A and B of four matrices in three layers
     tokens = torch.arange(64)[None]
@@ -194,6 +213,8 @@ def test_adapters_of_attention_open_with_peft(tmp_path, model):
         ("--target-modules q_proj,up_proj", ("--target-modules q_proj,up_proj", "v_proj")),
         ("--weights int4", ("--weights int4", "mixture of experts")),
         ("--balance-bias 0.001", ("--balance-bias 0.001", "--balance-loss")),
+        ("--ep 3", ("--ep 3", "4 experts")),
+        ("--ep 2", ("--ep 2", "1 ranks")),
     ],
 )
 def test_what_a_mixture_cannot_have_is_one_line(tmp_path, model, flags, words):
