@@ -11,6 +11,9 @@ with three changes. For other models take TRL or axolotl.
    matrix are trained in fp32, in the same FSDP groups. In bf16 a frozen weight takes 2 / N bytes on
    each of N ranks, with --weights int4 it takes 0.56 / N. A trained weight takes 16 / N.
 
+In a mixture of experts, padding passes no expert, and adapters are in attention alone. With --ep N,
+N ranks share the experts of a layer, as in 08_model_parallel/train_3d.py.
+
     laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/finetune.py
     one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/finetune.py --run-dir runs/70b \
               --model models/llama-70b --data chats.jsonl --adapters 16 --checkpointing full \
