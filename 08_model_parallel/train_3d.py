@@ -436,6 +436,9 @@ def parallelize(model, args, mesh: DeviceMesh, pipeline_rank: int) -> dict[int, 
         if args.compile:
             block.compile(fullgraph=True)
         fully_shard(block, **options)
+        if isinstance(block.mlp, Mixture):
+            # The CPU waits in the exchange. So start the experts' all-gather before attention.
+            block.set_modules_to_forward_prefetch([block.mlp.experts])
     if not model.config.tie_word_embeddings:
         # Two groups, so that embedding and head are not gathered at the same time.
         if model.model.embed_tokens is not None:

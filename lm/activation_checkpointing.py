@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -84,6 +85,10 @@ ATTENTION = (  # how the operators' names begin
 )
 # The matmuls of experts, and the all-to-alls of lm/exchange.py.
 OF_EXPERTS = ("aten::_grouped_mm", "_c10d_functional::all_to_all_single")
+# FSDP marks its work for the profiler. If experts are sharded apart from their block, it has other
+# work in recomputation than in forward, and torch would raise because it has kept no such mark.
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 # Without a fused kernel torch computes attention by matmuls and this softmax. It has no result that
 # stands for all of it, and everything is computed again.
 ATTENTION_BY_MATMULS = "aten::_safe_softmax"

@@ -280,6 +280,11 @@ REFUSED = {  # flags of one process: words of the line
     "--schedule interleaved --dry-run": "--pp 1 --schedule interleaved",
     "--pp 2 --schedule interleaved --model llama-8b --global-batch-size 3 --micro-batch-size 1"
     " --dry-run": "--schedule interleaved 3 --global-batch-size 2",
+    "--ep 2 --dry-run": "--ep 2 experts",
+    "--ep 3 --model nano-moe --dry-run": "--ep 3 8 experts --ep 1",
+    "--ep 4 --model nano-moe --dry-run --world-size 6": "--ep 4 6 ranks --ep 2",
+    "--ep 2 --model nano-moe --dry-run --compile": "--ep 2 --compile",
+    "--pp 2 --model nano-moe --dry-run": "--pp 2 experts",
     "--dtype fp16": "--dtype fp16 05_ddp/train.py",
     "--loss chunked": "--loss train_fsdp.py plain",
 }

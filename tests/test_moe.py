@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from support.checkpoints import assert_same_first_gradients, moments
-from support.harness import Result, assert_refused, drop_after, in_full, run, train
+from support.checkpoints import assert_near, assert_same_first_gradients, moments, saved
+from support.harness import (
+    BASELINE,
+    Result,
+    assert_refused,
+    drop_after,
+    in_full,
+    in_long,
+    run,
+    train,
+    with_prelude,
+)
 
 from common.exits import UserError
 from lm import moe, shapes, weights
@@ -160,7 +171,7 @@ def test_what_is_not_computed_is_refused(change, words):
 
 
 def write_skewed(folder: Path) -> str:
-    """A model whose tokens nearly all choose experts 0 and 1 of layer 0, and none expert 7."""
+    """A model whose tokens nearly all choose experts 0 and 1 of layer 0, and none 6 or 7."""
     hugging_face(FOLDERS["qwen"]).save_pretrained(folder / "skewed")
     file = folder / "skewed/model.safetensors"
     tensors = load_file(file)
@@ -169,11 +180,12 @@ def write_skewed(folder: Path) -> str:
     tensors["model.layers.0.post_attention_layernorm.weight"][0] = 1.0
     router[:, 0] = 0.0
     router[:2, 0] = 1.5
-    router[7, 0] = -3.0
+    router[6:, 0] = -3.0
     save_file(tensors, file, metadata={"format": "pt"})
     return str(folder / "skewed")
 
 
+MESH = "08_model_parallel/train_3d.py"
 BALANCED = ("--balance-loss", 0.1, "--balance-bias", 0.001)
 STEPS = ("--steps", 4, "--warmup-steps", 1, "--save-every", 1, "--keep", 10, "--lr", 1e-3)
 
@@ -202,9 +214,12 @@ def runs(once):
 )
 def test_training_equals_one_process(runs, script, n, micro, flags):
     """Losses, norms, gradients and the tokens of each expert, with balance loss and bias."""
+    assert_trained_as_one_process(runs(script, n, micro, *flags), runs)
+
+
+def assert_trained_as_one_process(result: Result, runs) -> None:
     baseline = runs("04_amp/train.py", None, 12)
-    result = runs(script, n, micro, *flags)
-    for column in ("loss", "grad_norm"):
+    for column in ("loss", "grad_norm", "balance_loss", "val_loss"):
         assert result.column(column) == pytest.approx(baseline.column(column), rel=1e-5), column
     assert result.column("expert_tokens") == baseline.column("expert_tokens")
     assert_same_first_gradients(result.folder, baseline.folder)
@@ -212,7 +227,7 @@ def test_training_equals_one_process(runs, script, n, micro, flags):
     tokens = 12 * 32
     assert sum(first) == 2 * tokens
     assert first[0] + first[1] > 0.9 * sum(first)
-    assert first[7] == 0
+    assert first[6:] == [0, 0]
     assert moments(result.folder, 1)["model.layers.0.mlp.experts.up_proj"][7].eq(0).all()
 
 
@@ -262,6 +277,115 @@ def test_a_trained_model_answers_as_in_transformers(runs, tmp_path):
     assert_refused(
         run("06_fsdp_zero/convert_checkpoint.py", tmp_path, biased, "other", "--to", "hf"), "bias"
     )
+
+
+EXPERT_RANKS = {  # ranks, micro-batch, flags
+    "all": (2, 3, ("--ep", 2)),
+    "tensor": (4, 3, ("--tp", 2, "--ep", 2)),
+    "a rank without tokens": (4, 3, ("--ep", 4, "--checkpointing", "full")),
+    "context": (4, 6, ("--cp", 2, "--ep", 4)),
+    "copies, recomputed": (4, 1, ("--ep", 2, "--replicate", 2, "--checkpointing", "selective")),
+    "one process": (1, 12, ()),
+    "no expert ranks": (2, 3, ()),
+    "tensor, no expert ranks": (2, 6, ("--tp", 2)),
+    "tensor ranks": (2, 6, ("--tp", 2, "--ep", 2)),
+    "some": (4, 1, ("--ep", 2)),
+    "tensor, all": (4, 2, ("--tp", 2, "--ep", 4, "--checkpointing", "full")),
+    "context ranks": (2, 6, ("--cp", 2, "--ep", 2)),
+    "tensor, context": (4, 12, ("--tp", 2, "--cp", 2, "--ep", 2, "--checkpointing", "selective")),
+    "tensor, copies": (4, 6, ("--tp", 2, "--ep", 2, "--replicate", 2)),
+}
+OFTEN = ("all", "tensor")
+IN_FULL = ("a rank without tokens", "context", "copies, recomputed")
+IN_LONG = [ranks for ranks in EXPERT_RANKS if ranks not in (*OFTEN, *IN_FULL)]
+
+
+@pytest.mark.parametrize("ranks", [*OFTEN, *map(in_full, IN_FULL), *map(in_long, IN_LONG)])
+def test_experts_on_several_ranks_train_as_one_process(runs, ranks):
+    """The tokens of each expert say that in layer 0 most go to two of them, and none to two."""
+    n, micro, flags = EXPERT_RANKS[ranks]
+    assert_trained_as_one_process(runs(MESH, n, micro, *flags), runs)
+
+
+# Each rank writes the norm by which it clips. SGD takes a step in place of AdamW, whose step hardly
+# depends on the size of a gradient.
+SGD = """
+import torch
+
+clip = torch.nn.utils.clip_grads_with_norm_
+
+
+def clip_and_write(parameters, max_norm, total_norm, *more, **flags):
+    with open(f"norms.{os.environ.get('RANK', 0)}", "a", encoding="utf-8") as file:
+        file.write(f"{total_norm.item()}\\n")
+    return clip(parameters, max_norm, total_norm, *more, **flags)
+
+
+class Sgd(torch.optim.AdamW):
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                moments = ("exp_avg", "exp_avg_sq")
+                self.state[parameter] = {name: torch.zeros_like(parameter) for name in moments}
+                self.state[parameter]["step"] = torch.zeros(())
+                parameter.data.add_(parameter.grad, alpha=-100 * group["lr"])
+
+
+torch.nn.utils.clip_grads_with_norm_ = clip_and_write
+torch.optim.AdamW = Sgd
+"""
+
+
+def test_ranks_clip_by_one_norm_and_a_step_of_sgd_is_that_of_one_process(once, tmp_path):
+    """AdamW's step hides a gradient that is too large, and a digest hides norms that differ."""
+    flags = ("--model", once("skewed", write_skewed), *STEPS, "--save-every", 0)
+    results = []
+    for script, ranks, mesh in ((BASELINE, None, ()), (MESH, 4, ("--ep", 2))):
+        folder = tmp_path / str(ranks)
+        prelude = with_prelude(script, folder, SGD)
+        results.append(train(prelude, folder, *flags, *mesh, nproc=ranks))
+    one, mesh = results
+    norms = {file.read_text(encoding="utf-8") for file in mesh.folder.glob("norms.*")}
+    assert len(list(mesh.folder.glob("norms.*"))) == 4
+    assert len(norms) == 1
+    assert mesh.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-5)
+    assert mesh.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    assert_near(saved(mesh.folder, 4)["model"], saved(one.folder, 4)["model"], 1e-5)
+
+
+@pytest.mark.full
+def test_experts_move_to_other_ranks_and_to_a_folder(once, runs, tmp_path):
+    """Train to step 2 with --ep 2, to step 4 with --tp 2 --ep 4, and convert the checkpoint."""
+    baseline = runs(BASELINE, None, 12, "--balance-bias", 0)
+    first = runs(MESH, 2, 3, "--balance-bias", 0, "--ep", 2)
+    shutil.copytree(first.folder / "run", tmp_path / "run")
+    drop_after(tmp_path, 2)
+    flags = ("--model", once("skewed", write_skewed), *STEPS, "--resume", "--micro-batch-size", 6)
+    resumed = train(MESH, tmp_path, *flags, "--tp", 2, "--ep", 4, nproc=4)
+    assert resumed.column("loss") == pytest.approx(baseline.column("loss"), rel=1e-5)
+    assert_near(moments(tmp_path, 4), moments(baseline.folder, 4))
+
+    step = tmp_path / "run/step-00000004"
+    converted = run("06_fsdp_zero/convert_checkpoint.py", tmp_path, step, "hf", "--to", "hf")
+    assert converted.code == 0, converted
+    experts = saved(tmp_path, 4)["model"]["model.layers.2.mlp.experts.up_proj"]
+    tensors = {}
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        tensors |= load_file(file)
+    for number, expert in enumerate(experts):
+        name = f"model.layers.2.mlp.experts.{number}.up_proj.weight"
+        assert torch.equal(tensors[name], expert)
+
+
+@pytest.mark.full
+def test_a_dry_run_has_the_bytes_of_real_ranks(once, runs, tmp_path):
+    n, micro, mesh = EXPERT_RANKS["tensor"]
+    real = runs(MESH, n, micro, *mesh)
+    flags = ("--model", once("skewed", write_skewed), "--tp", 2, "--ep", 2)
+    dry_run = train(MESH, tmp_path, *flags, "--dry-run", "--world-size", 4)
+    (stage,) = dry_run.summary["stages"]
+    assert stage["weight_bytes"] == real.summary["parameter_bytes_per_rank"][0]
+    assert stage["optimizer_bytes"] == real.summary["optimizer_bytes_per_rank"][0]
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,7 @@ with reference.comparison(device, needed_bytes=80 * 2**30) as where:
 
 
 BETWEEN_LOG_LINES = f"{TRAIN} --log-every 100 --dtype bf16"
+EXPERTS = f"{STEPS} --log-every 100 --dtype bf16 --model nano-moe --ep 2"
 SLOW = "values"  # in noop mode ranks meet numbers that they refuse
 COUNTED = {  # words of the command, ranks, mode, steps, and how often a step may wait for what
     "one": (f"04_amp/train.py {BETWEEN_LOG_LINES}", 0, "noop", 4, {}),
@@ -477,6 +478,14 @@ COUNTED = {  # words of the command, ranks, mode, steps, and how often a step ma
         {},
     ),
     "3d-tensor": (f"08_model_parallel/train_3d.py {BETWEEN_LOG_LINES} --tp 2", 2, SLOW, 2, {}),
+    # A layer with experts waits once, in forward, for the sizes of its exchange.
+    "3d-experts": (
+        f"08_model_parallel/train_3d.py {EXPERTS} --checkpointing selective",
+        2,
+        SLOW,
+        2,
+        {"copy async to host": 4, "sync stream": 4},
+    ),
     "3d-stages": (
         f"08_model_parallel/train_3d.py {BETWEEN_LOG_LINES} --micro-batch-size 1 --pp 2",
         2,
