@@ -140,7 +140,7 @@ def train_theirs(folder: Path, name: str) -> dict:
     ("content", "nproc", "micro", "flags"),
     [
         pytest.param(QWEN, 2, 2, ("--ep", 2), id="qwen, experts on 2 ranks"),
-        pytest.param(MIXTRAL, 3, 4, (), id="mixtral"),
+        in_full(MIXTRAL, 3, 4, ()),
         in_full(QWEN, 1, 12, ("--checkpointing", "full")),
         in_full(QWEN, 2, 3, ("--loss", "plain", "--checkpointing", "selective")),
         in_full(QWEN, 4, 1, ("--ep", 2, "--loss", "plain", "--checkpointing", "selective")),
