@@ -24,10 +24,9 @@ from support.harness import (
 )
 
 from common.exits import UserError
-from lm import shapes, weights
+from lm import moe, shapes, weights
 from lm.balance import Balance
-from lm.moe import multiply
-from training.batches import Batches
+from training.batches import PADDING, Batches
 
 SMALL = {
     "vocab_size": 256,
@@ -70,27 +69,34 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_gradients_and_balance_loss_are_those_of_transformers(tmp_path, name):
-    """From the names of the hub, which transformers writes by default, and from its own stacks."""
-    model = hugging_face(FOLDERS[name])
-    ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
-    inputs = ids[:, :-1]
-    targets = ids[:, 1:]
-    expected = model(inputs, output_router_logits=True)
-    ce = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
-    (ce + 0.1 * expected.aux_loss).backward()
+    """From the names of the hub, which transformers writes by default, and from its own stacks.
 
-    for layout in ({}, {"save_original_format": False}):
-        folder = tmp_path / f"{len(layout)}"
+    The second row of a batch ends with padding.
+    """
+    model = hugging_face(FOLDERS[name])
+    for padding, layout in ((0, {}), (5, {"save_original_format": False})):
+        ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
+        mask = torch.zeros(2, 16, dtype=torch.bool)
+        mask[1, 16 - padding :] = True
+        inputs = ids[:, :-1]
+        targets = ids[:, 1:].masked_fill(mask, PADDING)
+        model.zero_grad()
+        expected = model(inputs, attention_mask=(~mask).long(), output_router_logits=True)
+        ce = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
+        (ce + 0.1 * expected.aux_loss).backward()
+
+        folder = tmp_path / f"{padding}"
         model.save_pretrained(folder, **layout)
         config = weights.read_config(str(folder), experts=True)
         net = weights.build(str(folder), config, seed=0)
-        assert error(net(inputs), expected.logits) < 1e-5
+        logits = net(inputs, padding_mask=mask)
+        assert error(logits[~mask], expected.logits[~mask]) < 1e-5
         assert shapes.parameter_count(config) == sum(p.numel() for p in model.parameters())
         assert shapes.parse_config(shapes.config_json(config), "written") == config
 
         batches = Batches.__new__(Batches)
         Balance(net, batches, torch.device("cpu"), weight=0.1, bias_rate=0)
-        loss = net(inputs, targets)
+        loss = net(inputs, targets, padding_mask=mask)
         assert loss.item() == pytest.approx((ce + 0.1 * expected.aux_loss).item(), rel=1e-5)
         loss.backward()
         gradients = {name: p.grad for name, p in net.named_parameters()}
@@ -116,12 +122,35 @@ def test_grouped_matmuls_equal_the_loop():
         rows = torch.randn(17, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
         stack = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
         stack = stack.to(dtype).requires_grad_()
-        result = multiply(rows.to(dtype), stack, counts)
+        result = moe.multiply(rows.to(dtype), stack, counts)
         (result.float() ** 2).sum().backward()
         assert stack.grad[1].eq(0).all()
         found.append((result.float(), stack.grad.float()))
     for grouped, loop in zip(*found, strict=True):
         assert error(grouped, loop) < 0.01  # bf16 has 8 bits
+
+
+def test_padding_leaves_bf16_training_as_it_is():
+    """Its rows of a grouped matmul are uninitialized memory, often NaN."""
+    torch.manual_seed(0)
+    c = shapes.parse_config({**FOLDERS["qwen"], "moe_intermediate_size": 32}, "model")
+    mixture = moe.Mixture(32, c.experts).bfloat16()
+    for weight in mixture.parameters():
+        torch.nn.init.normal_(weight, 0, 0.2)
+    x = torch.randn(1, 40, 32).bfloat16()
+    padding = torch.arange(40).unsqueeze(0) >= 25
+    found = []
+    for tokens, mask in ((x[:, :25], None), (x, padding)):
+        nan = torch.full((80, 32), torch.nan).bfloat16()
+        del nan  # the next tensors take this memory
+        tokens = tokens.clone().requires_grad_()
+        y, load = mixture(tokens, mask)
+        grads = torch.autograd.grad((y.float() ** 2).sum(), (tokens, *mixture.parameters()))
+        found.append((y[:, :25], *load, grads[0][:, :25], *grads[1:]))
+    for without, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, without)
+    assert y[:, 25:].eq(0).all()
+    assert grads[0][:, 25:].eq(0).all()
 
 
 @pytest.mark.parametrize(
