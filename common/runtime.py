@@ -491,6 +491,7 @@ def watch_folder(folder: Path) -> None:
 
 def _take_request(name: str) -> bool:
     """Delete the file `name` in the folder of the run. Return whether it was there."""
+    assert _watched_folder is not None
     try:
         (_watched_folder / name).unlink()
     except OSError:
