@@ -307,10 +307,11 @@ def test_experts_on_several_ranks_train_as_one_process(runs, ranks):
     assert_trained_as_one_process(runs(MESH, n, micro, *flags), runs)
 
 
-# Each rank writes the norm by which it clips. SGD takes a step in place of AdamW, whose step hardly
-# depends on the size of a gradient.
+# Each rank writes the norm by which it clips, and the tensors that it reads. SGD takes a step in
+# place of AdamW, whose step hardly depends on the size of a gradient.
 SGD = """
 import torch
+from lm.weight_files import StoredWeights
 
 clip = torch.nn.utils.clip_grads_with_norm_
 
@@ -331,13 +332,24 @@ class Sgd(torch.optim.AdamW):
                 parameter.data.add_(parameter.grad, alpha=-100 * group["lr"])
 
 
+def read_and_write(weights, name, slices):
+    with open(f"read.{os.environ.get('RANK', 0)}", "a", encoding="utf-8") as file:
+        file.write(f"{name}\\n")
+    return read(weights, name, slices)
+
+
+read = StoredWeights.read
+StoredWeights.read = read_and_write
 torch.nn.utils.clip_grads_with_norm_ = clip_and_write
 torch.optim.AdamW = Sgd
 """
 
 
 def test_ranks_clip_by_one_norm_and_a_step_of_sgd_is_that_of_one_process(once, tmp_path):
-    """AdamW's step hides a gradient that is too large, and a digest hides norms that differ."""
+    """AdamW's step hides a gradient that is too large, and a digest hides norms that differ.
+
+    Each rank reads its own experts only.
+    """
     flags = ("--model", once("skewed", write_skewed), *STEPS, "--save-every", 0)
     results = []
     for script, ranks, mesh in ((BASELINE, None, ()), (MESH, 4, ("--ep", 2))):
@@ -348,6 +360,10 @@ def test_ranks_clip_by_one_norm_and_a_step_of_sgd_is_that_of_one_process(once, t
     norms = {file.read_text(encoding="utf-8") for file in mesh.folder.glob("norms.*")}
     assert len(list(mesh.folder.glob("norms.*"))) == 4
     assert len(norms) == 1
+    read = []
+    for file in mesh.folder.glob("read.*"):
+        read += [name for name in file.read_text(encoding="utf-8").split() if ".experts." in name]
+    assert len(read) == len(set(read)) == 2 * 8 * 3  # layers, experts, matrices
     assert mesh.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-5)
     assert mesh.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
     assert_near(saved(mesh.folder, 4)["model"], saved(one.folder, 4)["model"], 1e-5)
