@@ -24,7 +24,7 @@ ranks that hold the same ones.
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
               before the script, and after it
               --model llama-70b --tp 8 --pp 4 --micro-batch-size 1, or
-              --model moe-30b-a3b --ep 8 --micro-batch-size 1
+              --model moe-30b-a3b --ep 8 --micro-batch-size 1 --global-batch-size 64
     dry run   python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b \
                   --tp 8 --pp 4 --micro-batch-size 1
               It trains nothing, and prints the bytes of weights and optimizer state of each stage.
