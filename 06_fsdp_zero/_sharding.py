@@ -8,19 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common import runtime
 from common.runtime import held_bytes
 from lm import exchange
-from lm.moe import mixtures
+from lm.moe import Mixture, mixtures
 
 
 def shard_groups(model: nn.Module, options: dict) -> None:
     """Shard a model in the groups that train_fsdp.py shows, with these options of fully_shard."""
     for block in model.model.layers.values():
         fully_shard(block, **options)
+        if isinstance(block.mlp, Mixture) and isinstance(block.mlp.experts, FSDPModule):
+            # Of shard_experts, where the CPU waits for the sizes of an exchange. So start the
+            # all-gather of the experts before attention.
+            block.set_modules_to_forward_prefetch([block.mlp.experts])
     if not model.config.tie_word_embeddings:
         fully_shard(model.model.embed_tokens, **options)
         model.model.embed_tokens.set_unshard_in_backward(False)
