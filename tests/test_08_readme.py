@@ -63,6 +63,18 @@ def test_the_worked_example():
         assert network == f"{total / 50e9 * 1e3:.1f} ms"
 
 
+def test_the_two_ratios():
+    reached = 495e12  # FLOP/s, half of an H100's peak
+    sent, own = sent_bytes()["data, FSDP"]
+    parameters = sent * own / (RANKS - 1)  # 8 bytes per parameter, of which 7/8 are sent
+    seconds_per_token = 6 * parameters / reached
+    tensor, _ = sent_bytes()["tensor"]
+    fsdp_row, tensor_row = rows_of_table("planned ratio").values()
+    for column, link in enumerate((450e9, 50e9), 1):
+        assert fsdp_row[column] == f"{sent * own / link / seconds_per_token:.0f}"
+        assert tensor_row[column] == f"{tensor / link / (seconds_per_token / RANKS):.2f}"
+
+
 def test_flops_of_long_sequences():
     rows = rows_of_table("tokens")
     assert len(rows) == 4

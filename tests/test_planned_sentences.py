@@ -23,13 +23,13 @@ def words_of(command: str) -> list[str]:
     return sorted(re.split(r" (?=--|\S+\.py)", command))
 
 
-def test_the_first_command_of_08_for_a_node_is_what_its_search_prints(tmp_path):
+def test_a_command_of_08_for_a_node_is_what_its_search_prints(tmp_path):
     text = page("docs/train_3d.md")
     search = re.search(rf"^python {ESTIMATE} (.*--search)$", text, re.MULTILINE)[1]
     result = run(ESTIMATE, tmp_path, *shlex.split(search))
     [recommended] = re.findall(r"^torchrun .*", result.out, re.MULTILINE)
     commands = re.findall(r"^torchrun .*--nproc_per_node=8 .*", text, re.MULTILINE)
-    assert words_of(commands[0]) == words_of(recommended)
+    assert words_of(commands[1]) == words_of(recommended)  # the first one is FSDP alone
 
     # The docstring's command leaves out what is the default.
     script = page("08_model_parallel/train_3d.py")
@@ -55,8 +55,8 @@ def test_08_compares_its_first_command_with_two_others(tmp_path):
     seconds = {name: plan["step_seconds"] for name, plan in fits.items()}
     slower = seconds["fsdp"] / seconds["first"] - 1
     less = (fits["first"]["total_bytes"] - fits["fsdp"]["total_bytes"]) / 2**30
-    words = f"is\n{slower:.0%}".replace("%", " %") + f" slower and takes {less:.0f} GiB less"
-    assert words in text
+    words = f"is {slower:.0%}".replace("%", " %") + f" slower and takes {less:.0f} GiB less"
+    assert words in text.replace("\n", " ")
     assert 2 < seconds["tensor"] / seconds["first"] < 2.5
 
 
