@@ -33,7 +33,7 @@ What to look at: with --dtype fp32 the losses are those of 06_fsdp_zero/train_fs
 up to rounding. The last lines check how many bytes each rank holds; --json lists them by rank.
 
 Previous: 06_fsdp_zero/train_fsdp.py, and the lesson of this chapter about each kind of parallelism.
-Next: launch/.
+Next: 09_inference/kv_cache.py.
 """
 
 import sys
