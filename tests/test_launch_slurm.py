@@ -283,7 +283,7 @@ def test_a_save_that_outlasts_the_grace_loses_only_itself(cluster):
     for run in runs:
         run.ends("COMPLETED", restarts=1)
         assert ("resuming from" in run.log) == (run is not timed_out)
-        assert "with --resume goes on" not in run.log  # no save was completed
+        assert "exit code 75" not in run.log  # no save was completed
     assert "DUE TO TIME LIMIT" in timed_out.log
     assert "DUE TO PREEMPTION" in preempted.log
 
