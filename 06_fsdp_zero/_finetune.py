@@ -1,7 +1,6 @@
 """Read the rows of chats, and write what a fine-tuning run leaves behind."""
 
 import argparse
-import bisect
 import hashlib
 import json
 import math
@@ -12,16 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import cli, exits, files, report, runtime
-from lm import data, lora, model, reference, shapes, stdlib_text
+from lm import balance, data, lora, model, reference, shapes, stdlib_text
 from lm.chats import (
     Chat,
     Conversation,
@@ -31,6 +28,7 @@ from lm.chats import (
     read_records,
     render_answer,
 )
+from lm.expert_files import in_files
 from lm.hf_folder import (
     copy_tokenizer,
     keep_generation_config,
@@ -39,6 +37,7 @@ from lm.hf_folder import (
     write_adapter,
     write_folder,
 )
+from lm.training_rows import PackedRows, Row, Rows, hash_of_rows
 from lm.weight_files import StoredWeights
 from lm.weights import BAR_DELAY, build, random_weight, read_config
 from training.batches import PADDING
@@ -121,6 +120,12 @@ def add_flags(parser: cli.Parser) -> None:
         "--save-dtype", choices=("bf16", "fp32"), default="bf16", help="of the folder model/"
     )
     parser.add_argument(
+        "--ep",
+        type=cli.positive_int,
+        default=1,
+        help="ranks that share the experts of a layer; 2 or more: tokens travel to their experts",
+    )
+    parser.add_argument(
         "--cpu-offload",
         action="store_true",
         help="weights, gradients, optimizer state in CPU memory",
@@ -153,11 +158,18 @@ def choose_adapters(args) -> None:
         raise exits.UserError(
             "--dtype fp16: 05_ddp/train.py has a GradScaler; use bf16 or fp32 here"
         )
-    read_config(args.model)  # raises for an unknown model
+    config = read_config(args.model, experts=True)  # raises for an unknown model
+    balance.check_flags(args, config)
+    check_expert_ranks(args, config)
     if args.packing and cli.has_mixture_weights("--data", args.data):
         raise exits.UserError(
             f"--packing: the weights of --data {args.data} count rows, which packing joins: "
             "leave the weights out, or --packing"
+        )
+    if args.balance_bias:
+        raise exits.UserError(
+            f"--balance-bias {args.balance_bias:g}: model/ would not be the trained model, because "
+            "a Hugging Face folder has no bias of the router: use --balance-loss"
         )
     has_weights = shapes.has_weights(args.model)
     if args.adapters is None:
@@ -173,6 +185,9 @@ def choose_adapters(args) -> None:
     if args.adapters:
         args.alpha = args.alpha or 2 * args.adapters
         args.dropout = args.dropout or 0.0
+        if config.experts is not None:
+            check_adapters_of_mixture(args)
+            args.target_modules = args.target_modules or lora.ATTENTION_MODULES
         args.target_modules = args.target_modules or lora.TARGET_MODULES
         # a resumed run has them as a list
         if args.weights == "int4" and len(args.target_modules) < len(lora.TARGET_MODULES):
@@ -195,172 +210,45 @@ def choose_adapters(args) -> None:
             )
 
 
+def check_expert_ranks(args, config: shapes.Config) -> None:
+    """Raise UserError if --ep ranks cannot share the experts."""
+    if args.ep == 1:
+        return
+    if config.experts is None:
+        raise exits.UserError(f"--ep {args.ep}: --model {args.model} has no experts: leave it out")
+    world_size = runtime.ranks().world_size
+    parts = {
+        f"{config.experts.num_experts} experts of a layer": config.experts.num_experts,
+        f"{world_size} ranks": world_size,
+    }
+    for what, number in parts.items():
+        if number % args.ep != 0:
+            raise exits.UserError(
+                f"--ep {args.ep} does not divide the {what}: use --ep {math.gcd(args.ep, number)}"
+            )
+    if args.compile:
+        raise exits.UserError(
+            f"--compile: torch.compile cannot trace the exchange of --ep {args.ep}: use "
+            "--no-compile"
+        )
+
+
+def check_adapters_of_mixture(args) -> None:
+    """Raise UserError for adapters that a mixture of experts cannot have."""
+    for name in args.target_modules or ():
+        if name not in lora.ATTENTION_MODULES:
+            raise exits.UserError(
+                f"--target-modules {','.join(args.target_modules)}: in a mixture of experts only "
+                f"attention has adapters: use some of {','.join(lora.ATTENTION_MODULES)}"
+            )
+    if args.weights == "int4":
+        raise exits.UserError(
+            f"--weights int4 stores the matrices that have adapters, and --model {args.model} is a "
+            "mixture of experts, which have none: leave it out"
+        )
+
+
 # 2 Rows: what a training step reads
-
-
-class Row(NamedTuple):
-    """The token ids of a row, and which of them are targets."""
-
-    tokens: np.ndarray  # int32
-    counts: np.ndarray  # bool
-
-
-class Rows(torch.utils.data.Dataset):
-    """Rows as (inputs, targets), each int64 [seq_len]; the targets are one token ahead.
-
-    Tokens that are no targets are PADDING among the targets. A micro-batch is as long as its
-    longest row.
-    """
-
-    def __init__(
-        self, rows: list[Row], seq_len: int, mixture: list[tuple[int, float]] | None = None
-    ) -> None:
-        self.rows = rows
-        self.mixture = mixture  # for Batches
-        self.seq_len = seq_len
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int, length: int | None = None) -> tuple[Tensor, Tensor]:
-        tokens = torch.from_numpy(self.rows[i].tokens).long()
-        counts = torch.from_numpy(self.rows[i].counts)
-        targets = torch.where(counts, tokens, PADDING)
-        missing = (length or self.seq_len) - len(tokens) + 1
-        inputs = F.pad(tokens[:-1], (0, missing))
-        return inputs, F.pad(targets[1:], (0, missing), value=PADDING)
-
-    def __getitems__(self, chosen: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return a micro-batch: DataLoader calls this one."""
-        length = max(map(self.length, chosen))
-        return [self.__getitem__(i, length) for i in chosen]
-
-    def length(self, i: int) -> int:
-        """Return the number of inputs in a row."""
-        return len(self.rows[i].tokens) - 1
-
-    def mean_length(self) -> float:
-        """Return the mean number of inputs in a row, by the weights of a mixture."""
-        means = []
-        weights = []
-        first = 0
-        for count, weight in self.mixture or [(len(self), 1.0)]:
-            means.append(sum(map(self.length, range(first, first + count))) / count)
-            weights.append(weight)
-            first += count
-        return float(np.average(means, weights=weights))
-
-    def sha256(self) -> str:
-        """Return a hash of the rows."""
-        return hash_of_rows(self.rows)
-
-    def longest(self) -> int:
-        """Return the number of inputs in the longest row."""
-        return max(map(self.length, range(len(self))))
-
-    def target_count(self, chosen: list[int]) -> int:
-        """Return the number of targets in these rows."""
-        return sum(int(self.rows[i].counts[1:].sum()) for i in chosen)
-
-    def padding_share(self, micro_batch_size: int) -> float:
-        """Return how much of an epoch's inputs is padding, as a share."""
-        lengths = np.array([self.length(i) for i in range(len(self))])
-        np.random.default_rng(0).shuffle(lengths)
-        computed = 0
-        for first in range(0, len(lengths), micro_batch_size):
-            micro_batch = lengths[first : first + micro_batch_size]
-            computed += len(micro_batch) * int(micro_batch.max())
-        return 1 - int(lengths.sum()) / computed
-
-
-class PackedRows(torch.utils.data.Dataset):
-    """Packed rows as (inputs, targets): inputs are tokens and positions, int64 [2, longest].
-
-    A packed row has the inputs of several rows, one behind the other. Positions begin at 0 for
-    each of them, and for the padding behind the last. All packed rows have the longest one's
-    length, so that torch.compile compiles for one length.
-    """
-
-    def __init__(self, rows: list[Row], seq_len: int) -> None:
-        self.unpacked = Rows(rows, seq_len)
-        lengths = [self.unpacked.length(i) for i in range(len(rows))]
-        self.packed = best_fit(lengths, seq_len)
-        self.lengths = []
-        for members in self.packed:
-            self.lengths.append(sum(lengths[i] for i in members))
-        self.size = max(self.lengths, default=0)
-
-    def __len__(self) -> int:
-        return len(self.packed)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        inputs = []
-        targets = []
-        positions = []
-        for row in self.packed[i]:
-            length = self.unpacked.length(row)
-            row_inputs, row_targets = self.unpacked.__getitem__(row, length)
-            inputs.append(row_inputs)
-            targets.append(row_targets)
-            positions.append(torch.arange(length))
-        missing = self.size - self.lengths[i]
-        # 0, 1, 1, ...: padding may have more tokens than a model has positions
-        positions.append(torch.arange(missing).clamp(max=1))
-        padded_inputs = F.pad(torch.cat(inputs), (0, missing))
-        padded_targets = F.pad(torch.cat(targets), (0, missing), value=PADDING)
-        return torch.stack((padded_inputs, torch.cat(positions))), padded_targets
-
-    def mean_length(self) -> float:
-        """Return the mean number of inputs in a packed row, without padding."""
-        return sum(self.lengths) / len(self.lengths)
-
-    def longest(self) -> int:
-        """Return the number of inputs in the longest packed row."""
-        return self.size
-
-    def most_documents(self) -> int:
-        """Return the largest number of rows in a packed row. Padding counts as one."""
-        return max(len(members) for members in self.packed) + 1
-
-    def target_count(self, chosen: list[int]) -> int:
-        """Return the number of targets in these packed rows."""
-        return sum(self.unpacked.target_count(self.packed[i]) for i in chosen)
-
-    def padding_share(self) -> float:
-        """Return how much of the inputs is padding, as a share."""
-        return 1 - self.mean_length() / self.size
-
-
-def print_padding(rows: Rows, packed: PackedRows, micro_batch_size: int) -> dict[str, float]:
-    """Print how much of the inputs is padding, and return it, unpacked and packed, as shares."""
-    before = rows.padding_share(micro_batch_size)
-    after = packed.padding_share()
-    runtime.print0(
-        f"packed: {len(rows)} rows in {len(packed)} of {packed.size:,} tokens; padding is "
-        f"{after:.1%} of the tokens, unpacked it is {before:.1%} of micro-batches of "
-        f"{micro_batch_size}"
-    )
-    return {"unpacked_padding_share": before, "padding_share": after}
-
-
-def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Return packed rows as indices: the longest first, each in the fullest row that has room.
-
-    07_memory_tricks/packing.py has the same by a search of all rows. This one keeps them sorted.
-    """
-    packed: list[list[int]] = []
-    by_room: list[tuple[int, int]] = []  # (room, packed row), sorted
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fullest = bisect.bisect_left(by_room, (lengths[i], -1))
-        if fullest < len(by_room):
-            room, row = by_room.pop(fullest)
-        else:
-            room = size
-            row = len(packed)
-            packed.append([])
-        packed[row].append(i)
-        bisect.insort(by_room, (room - lengths[i], row))
-    return packed
 
 
 @dataclass
@@ -530,15 +418,6 @@ def check_eval_chats(args, chats: Chats, eval_chats: Chats) -> None:
         runtime.print0(f"  {common} of them are also in --data {args.data}, and are trained on")
 
 
-def hash_of_rows(rows: list[Row]) -> str:
-    """Return the SHA-256 of rows."""
-    sha256 = hashlib.sha256()
-    for row in rows:
-        sha256.update(row.tokens.tobytes())
-        sha256.update(row.counts.tobytes())
-    return sha256.hexdigest()
-
-
 def hash_of(conversation: Conversation) -> str:
     """Return the SHA-256 of a conversation."""
     content = conversation.messages or conversation.text
@@ -610,6 +489,18 @@ def print_rows(chat: Chat, rows: list[Row], chats: int, seq_len: int) -> None:
         )
 
 
+def print_padding(rows: Rows, packed: PackedRows, micro_batch_size: int) -> dict[str, float]:
+    """Print how much of the inputs is padding, and return it, unpacked and packed, as shares."""
+    before = rows.padding_share(micro_batch_size)
+    after = packed.padding_share()
+    runtime.print0(
+        f"packed: {len(rows)} rows in {len(packed)} of {packed.size:,} tokens; padding is "
+        f"{after:.1%} of the tokens, unpacked it is {before:.1%} of micro-batches of "
+        f"{micro_batch_size}"
+    )
+    return {"unpacked_padding_share": before, "padding_share": after}
+
+
 # 3 The adapters
 
 
@@ -673,7 +564,9 @@ def questions(
 
 
 @torch.no_grad()
-def greedy(net: nn.Module, chat: Chat, prompts: list[list[int]], device) -> list[list[int]]:
+def greedy(
+    net: nn.Module, chat: Chat, prompts: list[list[int]], device, unpack: Callable
+) -> list[list[int]]:
     """Return at most ANSWER_TOKENS of the likeliest tokens behind each prompt.
 
     All prompts are one batch, without a cache. Every rank has to call this, because a sharded model
@@ -700,8 +593,9 @@ def greedy(net: nn.Module, chat: Chat, prompts: list[list[int]], device) -> list
         for prompt, answer in zip(prompts, answers, strict=True):
             rows.append(torch.tensor(prompt + answer))
         # padded at the end, where causal attention does not look
-        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = net(tokens.to(device))  # [prompts, vocabulary]
+        inputs = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
+        tokens, masks = unpack(inputs.to(device))
+        logits = net(tokens, **masks)  # [prompts, vocabulary]
         next_tokens = logits[:, : chat.vocab_size].argmax(dim=-1)
         dist.broadcast(next_tokens, 0)
         for answer, token in zip(answers, next_tokens.tolist(), strict=True):
@@ -780,6 +674,8 @@ def write_folders(
         # a rank multiplies its rows of B with all of A, which is small
         return runtime.full_tensor(layer.merged_weight()).to(dtype)
 
+    if net.config.experts is not None:
+        tensors, read = in_files(tensors, read, net.config)
     config = shapes.config_json(net.config)
     if shapes.has_weights(args.model):
         config = shapes.read_config_json(args.model)

@@ -1,12 +1,20 @@
 """Shard a model as train_fsdp.py does, and count the bytes that a rank holds and sends."""
 
 import math
+from collections.abc import Iterable
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from common import runtime
 from common.runtime import held_bytes
+from lm import exchange
+from lm.moe import mixtures
 
 
 def shard_groups(model: nn.Module, options: dict) -> None:
@@ -19,6 +27,47 @@ def shard_groups(model: nn.Module, options: dict) -> None:
         head_options = options | {"reshard_after_forward": False}
         fully_shard([model.model.norm, model.lm_head], **head_options)
     fully_shard(model, **options)
+
+
+def shard_experts(model: nn.Module, expert_ranks: int, options: dict) -> None:
+    """Shard the experts of each layer, as --ep does in 08_model_parallel/train_3d.py.
+
+    `expert_ranks` neighbours share the experts, and tokens travel between them. fully_shard shards
+    what a rank has of them over the ranks that have the same. Call it before shard_groups, with the
+    same options of fully_shard.
+    """
+    device_type = options["mesh"].device_type
+    sizes = (dist.get_world_size() // expert_ranks, expert_ranks)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("shard", "expert"))
+    for name in ("shard", "expert"):
+        runtime.set_timeout(mesh.get_group(name))
+    for mixture in mixtures(model):
+        experts = mixture.experts
+        exchange.shard_experts(experts, mesh["expert"])
+        mixture.run_experts = partial(exchange.run_experts, experts, mesh.get_group("expert"))
+        # The rows of all expert ranks come to the expert: its gradient is their sum, of which
+        # fully_shard takes the mean over the other ranks. It should be the mean over all ranks.
+        experts.gradient_factor = 1 / expert_ranks
+        fully_shard(experts, **options | {"mesh": mesh["shard"]})
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip gradients by their norm over all ranks, and return the norm.
+
+    torch takes the norm of gradients on one mesh. Experts may be on a mesh of their own.
+    """
+    parameters_of_mesh = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameters_of_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    norms = []
+    for group in parameters_of_mesh.values():
+        gradients = [parameter.grad for parameter in group]
+        norms.append(runtime.full_tensor(get_total_norm(gradients)))
+    norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
+    for group in parameters_of_mesh.values():
+        clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Fine-tune a dense Llama, Mistral, Qwen2 or Qwen3; for other models take TRL or axolotl.
+"""Fine-tune a Llama, Mistral, Qwen2 or Qwen3, or a mixture of experts (Mixtral, Qwen3-MoE).
 
 It trains on your chats, on one or many GPUs: LoRA adapters, or all weights. This is train_fsdp.py
-with three changes.
+with three changes. For other models take TRL or axolotl.
 
 1. The model's chat template turns a chat into tokens. Only answers of the assistant are targets.
 2. Rows have unequal numbers of targets. A mean of the ranks' means would weight them wrongly. Each
@@ -10,6 +10,9 @@ with three changes.
 3. With --adapters the weights are frozen in --dtype and sharded as before. A and B beside each
    matrix are trained in fp32, in the same FSDP groups. In bf16 a frozen weight takes 2 / N bytes on
    each of N ranks, with --weights int4 it takes 0.56 / N. A trained weight takes 16 / N.
+
+In a mixture of experts, padding passes no expert, and adapters are in attention alone. With --ep N,
+N ranks share the experts of a layer, as in 08_model_parallel/train_3d.py.
 
     laptop    torchrun --standalone --nproc_per_node=2 06_fsdp_zero/finetune.py
     one node  torchrun --standalone --nproc_per_node=8 06_fsdp_zero/finetune.py --run-dir runs/70b \
@@ -45,7 +48,7 @@ from common import exits  # before torch: it says what to do without it
 import _finetune
 import torch
 import torch.distributed as dist
-from _sharding import bytes_of_training, shard_groups
+from _sharding import bytes_of_training, clip_grad_norm, shard_experts, shard_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -53,10 +56,9 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.nn.utils import clip_grad_norm_
 
 from common import hardware, report, runtime
-from lm import chats, lora, packing, shapes, weights
+from lm import balance, chats, lora, packing, shapes, training_rows, weights
 from lm.activation_checkpointing import checkpoint_blocks
 from lm.loss import use_loss
 from training import checkpoint, flags, micro_batch, optim
@@ -158,6 +160,8 @@ def shard_model(model, args, device) -> None:
     if args.compile:  # before a block is sharded
         for block in model.model.layers.values():
             block.compile(fullgraph=True)
+    if args.ep > 1:  # a mesh of their own, so they are no part of their block's group
+        shard_experts(model, args.ep, options)
     shard_groups(model, options)
     weights.materialize(
         model, args.model, seed=args.seed, device="cpu" if args.cpu_offload else device
@@ -168,7 +172,7 @@ def shard_model(model, args, device) -> None:
 
 
 def main() -> int:
-    parser = flags.TrainingParser(__doc__, experts=False)
+    parser = flags.TrainingParser(__doc__)
     _finetune.add_flags(parser)
     parser.set_defaults(**DEFAULTS)
     args = parser.parse_args()
@@ -209,11 +213,11 @@ def main() -> int:
     packed_length = args.seq_len
     corpus, held_out_chats = _finetune.load_chats(args, chat, chat_rows)
     # Rows have unequal lengths: with --compile, torch compiles a block twice, then for any length.
-    rows = _finetune.Rows(corpus.train, args.seq_len, corpus.mixture)
-    held_out_rows = _finetune.Rows(corpus.held_out, args.seq_len)
+    rows = training_rows.Rows(corpus.train, args.seq_len, corpus.mixture)
+    held_out_rows = training_rows.Rows(corpus.held_out, args.seq_len)
     train_rows = rows
     if args.packing:  # once, before the first step: epochs and batches are of packed rows
-        train_rows = _finetune.PackedRows(corpus.train, packed_length)
+        train_rows = training_rows.PackedRows(corpus.train, packed_length)
         args.seq_len = max(args.seq_len, train_rows.longest())
     batches = Batches(train_rows, held_out_rows, args, rank=rank, world_size=world_size)
     # Padding does not count as tokens.
@@ -235,10 +239,11 @@ def main() -> int:
     )
 
     # 3. The run's folder. Errors come now, and not after minutes of loading weights.
-    config = weights.load_config(args.model, corpus.vocab_size, rows.seq_len)
+    config = weights.load_config(args.model, corpus.vocab_size, rows.seq_len, experts=True)
     base = {"weights of --model": weights.fingerprint(args.model)}
     settings = flags.settings(args, data=corpus.sha256, model=repr(config), **base)
     settings |= {"--adapters": args.adapters, checkpoint.DATE: date.isoformat()}
+    settings |= balance.setting(args)
     if args.packing:
         settings["--packing"] = train_rows.longest()
     if args.adapters:
@@ -272,6 +277,13 @@ def main() -> int:
     if args.packing and device.type == "cuda" and args.dtype == "bf16":
         packing.use_varlen(model)
         most_documents = train_rows.most_documents()
+    has_experts = config.experts is not None
+    unpack = partial(training_rows.unpack, most_documents=most_documents, experts=has_experts)
+    expert_balance = None
+    if has_experts:
+        expert_balance = balance.Balance(
+            model, batches, device, weight=args.balance_loss, bias_rate=0, unpack=unpack
+        )
     shard_model(model, args, device)
     optimizer, scheduler = optim.adamw(
         model,
@@ -283,8 +295,8 @@ def main() -> int:
     )
 
     prompts = _finetune.questions(chat, held_out_chats, config)
-    answer = partial(_finetune.greedy, chat=chat, prompts=prompts, device=device)
-    val_loss_before = evaluate(model, held_out, device)
+    answer = partial(_finetune.greedy, chat=chat, prompts=prompts, device=device, unpack=unpack)
+    val_loss_before = evaluate(model, held_out, device, unpack)
     answers_before = answer(model)
 
     training = {"net": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -313,30 +325,37 @@ def main() -> int:
     for step in report.progress_bar(steps, "training", initial=start_step, unit="step"):
         # Dropout draws other numbers on each rank and step, and the same ones after a resume.
         runtime.seed_step(args.seed, step, rank)
+        if expert_balance is not None:
+            expert_balance.start_step(step)
+            runtime.seed_step(args.seed, step, rank)  # start_step may have run a forward
         step_loss = torch.zeros((), device=device)
         # of all ranks: each knows the global batch, so this takes no collective
         target_count = batches.train.target_count(batches.global_batch(step - 1))
         for _ in range(batches.accumulation_steps):
             inputs, targets = meter.next(stream)
-            documents = {}
-            if args.packing:  # positions that begin at 0 in each chat, and a mask
-                inputs, documents = packing.unpack(inputs, most_documents)
+            # Packed rows have positions that begin at 0 in each chat, and a mask. Experts get
+            # another mask, which says where padding is.
+            inputs, masks = unpack(inputs)
             with meter.forward():
                 # A micro-batch may have no target. Its sum is then 0; its mean would be NaN.
                 # fully_shard averages gradients over the ranks, and world_size undoes this. Under
                 # HSDP or context parallelism, call set_gradient_divide_factor(1.0) on each FSDP
                 # module, and leave out world_size here and in the logged loss.
-                loss_sum = model(inputs, targets, reduction="sum", **documents)
+                loss_sum = model(inputs, targets, reduction="sum", **masks)
                 loss = loss_sum * (world_size / target_count)
+                if expert_balance is not None:
+                    # Its mean over ranks and micro-batches is the loss of the global batch.
+                    loss = loss + expert_balance.loss() / batches.accumulation_steps
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), args.clip_norm)
+        grad_norm = clip_grad_norm(model.parameters(), args.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()
         if step == start_step + 1:
             bytes_per_rank = bytes_of_training([*model.parameters()], optimizer)
         optimizer.zero_grad()
+        values = expert_balance.end_step() if expert_balance is not None else {}
 
         stop = runtime.stop_requested()  # the same on all ranks, so that all of them save
         is_last_step = stop or step == args.steps
@@ -344,9 +363,9 @@ def main() -> int:
         save = is_last_step or is_save_step or runtime.save_requested()
         if save or step == 1 or step % args.log_every == 0:
             dist.all_reduce(step_loss)  # the sum over ranks: world_size x the loss per target
-            meter.log(step, step_loss / world_size, grad_norm, lr)
+            meter.log(step, step_loss / world_size, grad_norm, lr, **values)
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
-            meter.log_eval(step, evaluate(model, held_out, device))
+            meter.log_eval(step, evaluate(model, held_out, device, unpack))
         if save:
             run.save(step, checkpoint.training_state(step, **training), shapes.config_json(config))
             meter.save_plot()
@@ -411,15 +430,17 @@ def main() -> int:
 
 
 @torch.no_grad()
-def evaluate(model, batches, device) -> float:
+def evaluate(model, batches, device, unpack) -> float:
     """Return the mean loss per target over at most EVAL_SEQUENCES held-out rows, of all ranks."""
     model.eval()
     loss_sum = torch.zeros((), device=device)
     target_count = torch.zeros((), device=device)
     for inputs, targets in batches:
-        inputs = inputs.to(device)
         targets = targets.to(device)
-        loss_sum += model(inputs, targets, reduction="sum")
+        # Ranks with fewer rows have rows without targets, for as many forwards. They are padding.
+        is_empty = (targets == PADDING).all(dim=1, keepdim=True)
+        inputs, masks = unpack(inputs.to(device).masked_fill(is_empty, PADDING))
+        loss_sum += model(inputs, targets, reduction="sum", **masks)
         target_count += (targets != PADDING).sum()
     dist.all_reduce(loss_sum)
     dist.all_reduce(target_count)

@@ -145,10 +145,10 @@ def check_experts(args, config: Config, world_size: int) -> None:
             f"--ep {args.ep} does not divide the {ranks_of_copy} ranks of a copy of the model: "
             f"use --ep {math.gcd(args.ep, ranks_of_copy)}"
         )
-    if args.ep > 1 and args.compile:
+    if args.compile and max(args.ep, args.tp) > 1:
         raise UserError(
-            f"--compile: torch.compile cannot trace the exchange of --ep {args.ep}: "
-            "use --no-compile"
+            f"--compile with --ep {args.ep} --tp {args.tp}: torch.compile cannot trace experts "
+            "that are sharded apart from their layer: use --no-compile"
         )
 
 

@@ -23,7 +23,7 @@ ranks that hold the same ones.
     cluster   the same on every node, but in place of --standalone
               --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29400 --rdzv-id=$JOB
               before the script, and after it
-              --model llama-70b --tp 8 --pp 4 --micro-batch-size 1
+              --model llama-70b --tp 8 --pp 4 --micro-batch-size 1, or
               --model moe-30b-a3b --ep 8 --micro-batch-size 1
     dry run   python 08_model_parallel/train_3d.py --dry-run --world-size 32 --model llama-70b \
                   --tp 8 --pp 4 --micro-batch-size 1
@@ -428,15 +428,17 @@ def parallelize(model, args, mesh: DeviceMesh, pipeline_rank: int) -> dict[int, 
     if args.replicate > 1:
         options["mesh"] = mesh["replicate", "shard"]
 
-    # Experts are groups of their own, because other ranks share them: first they, then the blocks.
-    if mixtures(model):
+    # Ranks that share a block's matrices or experts have other tokens for its experts. So these are
+    # sharded over other ranks than the block, and before it.
+    experts_apart = bool(mixtures(model)) and max(args.ep, args.tp) > 1
+    if experts_apart:
         shard_experts(model, args, make_expert_mesh(args, mesh.device_type), options)
     # Each block is gathered, computed and freed as one. Compile a block before it is sharded.
     for block in model.model.layers.values():
         if args.compile:
             block.compile(fullgraph=True)
         fully_shard(block, **options)
-        if isinstance(block.mlp, Mixture):
+        if experts_apart and isinstance(block.mlp, Mixture):
             # The CPU waits in the exchange. So start the experts' all-gather before attention.
             block.set_modules_to_forward_prefetch([block.mlp.experts])
     if not model.config.tie_word_embeddings:

@@ -188,6 +188,20 @@ def delete_files(folder: Path, pattern: str) -> None:
             file.unlink()
 
 
+def take_request(file: Path) -> bool:
+    """Delete an empty file, by which a user asks for something. Return whether it was there.
+
+    A file with content stays: it is not a request.
+    """
+    try:
+        if not file.is_file() or file.stat().st_size > 0:
+            return False
+        file.unlink()
+    except OSError:
+        return False
+    return True
+
+
 def delete_leftovers(folder: Path, name: str) -> None:
     """Delete the folders with a mark that killed processes have left in `folder`.
 

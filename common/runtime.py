@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import cli, exits, torch_versions
+from common import cli, exits, files, torch_versions
 from common.exits import USER_ERROR_EXIT_CODE, StopSignalError, UserError, stop_signals
 from common.progress import print_line
 
@@ -486,16 +486,7 @@ def watch_folder(folder: Path) -> None:
     global _watched_folder
     _watched_folder = folder
     for name in ("stop", "save"):
-        _take_request(name)
-
-
-def _take_request(name: str) -> bool:
-    """Delete the file `name` in the folder of the run. Return whether it was there."""
-    try:
-        (_watched_folder / name).unlink()
-    except OSError:
-        return False
-    return True
+        files.take_request(folder / name)
 
 
 def stop_requested() -> int:
@@ -513,8 +504,8 @@ def stop_requested() -> int:
     save = False
     if _watched_folder is not None and time.monotonic() >= _next_look:
         _next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-        save = _take_request("save")
-        if _take_request("stop"):
+        save = files.take_request(_watched_folder / "save")
+        if files.take_request(_watched_folder / "stop"):
             stop = STOP_FILE
     flags = torch.tensor([stop, save])
     if dist.is_initialized():

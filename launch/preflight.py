@@ -97,7 +97,12 @@ class Meeting:
         return json.loads(self.store.get(key))
 
     def leave(self) -> None:
-        """Tell node 0 that this node needs the store no more. Node 0 waits for the others."""
+        """Wait until node 0 has printed its report. Node 0 waits until nobody needs the store.
+
+        A launcher may kill all nodes as soon as one of them has failed.
+        """
+        if self.node > 0:
+            self._wait("left/0", 30)
         self.store.set(f"left/{self.node}", "true")
         if self.node == 0:
             for node in range(1, self.count):
@@ -256,6 +261,16 @@ def describe_bad(slow: list[dict], bad: list[int], names: list[str]) -> list[str
     return lines
 
 
+def print_result(args: argparse.Namespace, problems: list[str], seconds: float) -> None:
+    """Print the problems on node 0, and elsewhere where to find them."""
+    if problems and args.node_rank > 0:
+        problems = [f"see what node 0 ({args.master_addr}) printed"]
+    for problem in problems:
+        print(f"preflight: error: {problem}", file=sys.stderr, flush=True)
+    if args.node_rank == 0 and not problems:
+        print(f"preflight: {args.nnodes} nodes are fit, {seconds:.0f} s", flush=True)
+
+
 def last_passed(run_dir: Path | None) -> list[str]:
     """Return the names of the nodes that have passed within the hour, or an empty list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -274,7 +289,7 @@ def note_passed(run_dir: Path | None, names: list[str]) -> None:
 
 
 def parse_flags() -> argparse.Namespace:
-    """Return the flags that this program uses. The others are torchrun's or the script's."""
+    """Return the settings of this program. Other flags are torchrun's or the script's."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--nnodes", type=cli.positive_int, required=True)
@@ -286,12 +301,13 @@ def parse_flags() -> argparse.Namespace:
     args, _ = parser.parse_known_args()
     if args.node_rank >= args.nnodes:
         raise exits.UserError(f"--node-rank {args.node_rank}: the last node is {args.nnodes - 1}")
+    args.least_gb_per_s = cli.environment_number("MIN_BUS_GB_PER_S", cli.positive, "1e-9")
+    args.join_seconds = cli.environment_number("JOIN_TIMEOUT_SECONDS", cli.positive, "300")
     return args
 
 
 def check_nodes(args: argparse.Namespace, meeting: Meeting, names: list[str]) -> list[str]:
     """Check nodes and links. Return a line for each problem. Every node must call this."""
-    least = cli.environment_number("MIN_BUS_GB_PER_S", cli.positive, "1e-9")
     problems = []
     failures_by_node = meeting.exchange("doctor", examine_node(args.run_dir), DOCTOR_SECONDS + 10)
     bad = []
@@ -303,7 +319,7 @@ def check_nodes(args: argparse.Namespace, meeting: Meeting, names: list[str]) ->
         problems += [f"{names[node]}: {failure}" for failure in failures]
     if not bad:
         measured = measure_links(args, meeting)
-        slow, bad = find_slow(measured, least, meeting.count)
+        slow, bad = find_slow(measured, args.least_gb_per_s, meeting.count)
         if meeting.node == 0 and measured:
             print(describe_links(measured, names), flush=True)
         if slow:
@@ -315,7 +331,7 @@ def check_nodes(args: argparse.Namespace, meeting: Meeting, names: list[str]) ->
 
 def main() -> int:
     args = parse_flags()
-    join = cli.environment_number("JOIN_TIMEOUT_SECONDS", cli.positive, "300")
+    join = args.join_seconds
     meeting = Meeting(args, join)
     start = time.monotonic()
     try:
@@ -333,15 +349,10 @@ def main() -> int:
                 problems = check_nodes(args, meeting, names)
                 if not problems and args.node_rank == 0:
                     note_passed(args.run_dir, names)
+        print_result(args, problems, time.monotonic() - start)
         meeting.leave()
     except RuntimeError as error:  # of the store
         raise exits.UserError(f"node 0 ({args.master_addr}) is gone: {error}") from None
-    if problems and args.node_rank > 0:
-        problems = [f"see what node 0 ({args.master_addr}) printed"]
-    for problem in problems:
-        print(f"preflight: error: {problem}", file=sys.stderr, flush=True)
-    if args.node_rank == 0 and not problems:
-        print(f"preflight: {args.nnodes} nodes are fit, {time.monotonic() - start:.0f} s")
     return exits.FAILURE_EXIT_CODE if problems else 0
 
 

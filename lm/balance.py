@@ -30,6 +30,7 @@ from common import runtime
 from common.exits import UserError
 from lm.model import Transformer
 from lm.moe import mixtures
+from lm.shapes import Config
 from training.batches import Batches
 
 
@@ -49,15 +50,19 @@ class Balance:
         *,
         weight: float,
         bias_rate: float,
+        unpack: Callable[[Tensor], tuple[Tensor, dict]] | None = None,
     ) -> None:
         """Attach the balance to `net`.
 
         Args:
             weight: The weight of the balance loss. 0: no such loss.
             bias_rate: How far the bias of an expert moves in a step. 0: there is no bias.
+            unpack: Returns the token ids in a micro-batch's inputs, and more arguments of `net`.
+                None: the inputs are token ids.
         """
         self.net = net
         self.batches = batches
+        self.unpack = unpack
         self.weight = weight
         self.bias_rate = bias_rate
         self.mixtures = mixtures(net)
@@ -95,8 +100,11 @@ class Balance:
         for inputs, targets in islice(stream, self.batches.accumulation_steps):
             inputs = inputs.to(counts.device)[:, self.my_tokens]
             targets = targets.to(counts.device)[:, self.my_tokens]
+            arguments = {}
+            if self.unpack is not None:
+                inputs, arguments = self.unpack(inputs)
             with autocast():
-                self.net(inputs, targets)
+                self.net(inputs, targets, **arguments)
             counts += self.last_counts()
         self.counted_ahead = over_ranks(counts)
 
@@ -110,15 +118,21 @@ class Balance:
         self.step_counts += counts
         if self.weight == 0:
             return 0.0
-        # of all ranks and micro-batches
-        counts = over_ranks(counts) if self.counted_ahead is None else self.counted_ahead
+        micro_batches = runtime.ranks().world_size
+        if self.counted_ahead is None:
+            counts = over_ranks(counts)
+        else:  # of all ranks and micro-batches
+            counts = self.counted_ahead
+            micro_batches *= self.batches.accumulation_steps
         choices = counts.sum(dim=0)  # of all layers, [experts]
-        k = self.mixtures[0].experts_per_token
-        frequency = choices * k / choices.sum()  # f: the sum over experts is k
-        probability = torch.stack([load.mean_probability for load in self.net.model.loads])
-        probability = self.over_tensor_ranks(probability.mean(dim=0))
-        experts = len(choices)
-        loss = self.weight * experts * (frequency * probability).sum()
+        tokens = choices.sum() / self.mixtures[0].experts_per_token  # of all layers
+        frequency = choices / tokens  # f
+        probability = torch.stack([load.probability for load in self.net.model.loads])
+        # p is a mean over the tokens of the global batch. Micro-batches may have unequal numbers of
+        # tokens: this is the part of one of them, times their number.
+        mean_probability = probability.sum(dim=0) / tokens * micro_batches
+        mean_probability = self.over_tensor_ranks(mean_probability)
+        loss = self.weight * len(choices) * (frequency * mean_probability).sum()
         self.step_loss += loss.detach()
         return loss
 
@@ -163,20 +177,28 @@ def callbacks(
 ) -> dict[str, Callable]:
     """Return the callbacks of TrainingObjects that balance the experts as the flags say.
 
-    They are {} for a model without experts. Raise UserError if it is given one of the flags. The
-    weight that is not given becomes that of the model's folder.
+    They are {} for a model without experts. Raise UserError if it is given one of the flags.
     """
+    check_flags(args, net.config)
     if net.config.experts is None:
+        return {}
+    balance = Balance(net, batches, device, weight=args.balance_loss, bias_rate=args.balance_bias)
+    return {"start_step": balance.start_step, "end_step": balance.end_step}
+
+
+def check_flags(args: Namespace, config: Config) -> None:
+    """Raise UserError if the flags are given and the model has no experts.
+
+    If it has experts, --balance-loss that is not given becomes the weight of the model's folder.
+    """
+    if config.experts is None:
         if args.balance_loss or args.balance_bias:
             raise UserError(
                 f"--balance-loss and --balance-bias are for a mixture of experts, and --model "
                 f"{args.model} has none"
             )
-        return {}
-    if args.balance_loss is None:
-        args.balance_loss = net.config.experts.balance_weight
-    balance = Balance(net, batches, device, weight=args.balance_loss, bias_rate=args.balance_bias)
-    return {"start_step": balance.start_step, "end_step": balance.end_step}
+    elif args.balance_loss is None:
+        args.balance_loss = config.experts.balance_weight
 
 
 def setting(args: Namespace) -> dict[str, str]:

@@ -76,16 +76,21 @@ def run_experts(
     Args:
         experts: experts(rows, counts) runs this rank's experts, as Experts of lm/moe.py does.
         group: The ranks that share the experts.
-        rows: This rank's rows, ordered by expert.
+        rows: This rank's rows, ordered by expert. Behind them may be rows of no expert, which are
+            padding. They stay here, and their result is 0.
         counts: How many rows there are for each of all experts, [experts].
     """
     leaving = by_owner(counts, group.size())
     arriving = all_to_all_with_backward(leaving, None, None, group)
     exchange = plan_exchange(leaving, arriving)
-    received = all_to_all_with_backward(rows, exchange.from_ranks, exchange.to_ranks, group)
+    sent = sum(exchange.to_ranks)
+    received = all_to_all_with_backward(rows[:sent], exchange.from_ranks, exchange.to_ranks, group)
     outputs = experts(received[exchange.order], exchange.counts)
     outputs = outputs[exchange.order.argsort()]  # ordered by rank again
-    return all_to_all_with_backward(outputs, exchange.to_ranks, exchange.from_ranks, group)
+    outputs = all_to_all_with_backward(outputs, exchange.to_ranks, exchange.from_ranks, group)
+    if sent < len(rows):
+        outputs = F.pad(outputs, (0, 0, 0, len(rows) - sent))
+    return outputs
 
 
 def shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -99,4 +104,4 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     for name, stack in list(experts.named_parameters()):
         # src_data_rank=None: every rank has the same stack, or one on the meta device.
         shard = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(shard))
+        experts.register_parameter(name, nn.Parameter(shard, stack.requires_grad))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from common.runtime import local_shard
 from lm.model import Transformer
 
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 # The linear layers of a block, which peft calls "all-linear".
-TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGET_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 
 
 class LoRALinear(nn.Linear):

@@ -77,20 +77,23 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         reduction: str = "mean",
         mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Return logits or, if targets are given, the loss.
 
         Logits are [batch, tokens, vocab]. targets are [batch, tokens], and targets[:, t] is the
         token that follows input_ids[:, t]. The loss is an fp32 scalar: see `loss`. A stage without
-        a head returns hidden states. positions, cache and mask: see Decoder.
+        a head returns hidden states. positions, cache and masks: see Decoder.
+
+        In training, the mean includes the balance loss of a mixture of experts. The sum does not.
         """
-        hidden = self.model(input_ids, positions, cache, mask)
+        hidden = self.model(input_ids, positions, cache, mask, padding_mask)
         if self.lm_head is None:
             return hidden
         if targets is None:
             return self.lm_head(hidden)
         loss = self.loss(hidden, targets, reduction)
-        if self.balance is not None and torch.is_grad_enabled():
+        if self.balance is not None and reduction == "mean" and torch.is_grad_enabled():
             loss = full_tensor(loss) + self.balance.loss()  # with tensor parallelism, a DTensor
         return loss
 
@@ -144,13 +147,15 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states, [batch, tokens, hidden].
 
         input_ids is [batch, tokens]; a stage without embedding takes hidden states instead.
         positions is [batch, tokens], below max_position_embeddings; the default is 0, 1, 2, ...
         With a cache they must be given. mask: see `attend`. Without one, attention is causal; a
-        cache has its own.
+        cache has its own. padding_mask, [batch, tokens], is True where a token is padding, which
+        experts leave out. Attention does not: padding belongs behind all other tokens of a row.
         """
         assert cache is None or positions is not None, "with a cache, give positions"
         x = input_ids
@@ -162,10 +167,11 @@ class Decoder(nn.Module):
         cos = self.rope_cos[rows].unsqueeze(-2).to(x.device)
         sin = self.rope_sin[rows].unsqueeze(-2).to(x.device)
         loads = []
+        padding = {} if padding_mask is None else {"padding_mask": padding_mask}
         if cache is None:
             masks = () if mask is None else (mask,)
             for layer in self.layers.values():
-                x = layer(x, cos, sin, *masks)
+                x = layer(x, cos, sin, *masks, **padding)
                 if isinstance(x, tuple):  # of a mixture of experts
                     x, load = x
                     loads.append(load)
@@ -195,20 +201,20 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, update_cache=None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, update_cache=None, padding_mask=None
     ) -> Tensor | tuple[Tensor, Load]:
         """Return [batch, tokens, hidden] for x of the same shape. Arguments: see Attention.
 
-        A layer with experts also returns their load.
+        A layer with experts also returns their load. padding_mask: see Decoder.
         """
         x = x + self.self_attn(
             self.input_layernorm(x), cos, sin, mask=mask, update_cache=update_cache
         )
-        y = self.mlp(self.post_attention_layernorm(x))
-        if isinstance(y, tuple):  # of a mixture of experts
-            y, load = y
+        y = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, Mixture):
+            y, load = self.mlp(y, padding_mask=padding_mask)
             return x + y, load
-        return x + y
+        return x + self.mlp(y)
 
 
 class Attention(nn.Module):

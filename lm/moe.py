@@ -33,9 +33,17 @@ class Mixture(nn.Module):
         """Add a bias, [experts], to the probabilities when experts are chosen. It starts at 0."""
         self.bias = torch.zeros(self.gate.out_features, device=self.gate.weight.device)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, "Load"]:
-        """Return [batch, tokens, hidden] for x of the same shape, and the load of the experts."""
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, "Load"]:
+        """Return [batch, tokens, hidden] for x of the same shape, and the load of the experts.
+
+        padding_mask, [batch, tokens], is True where a token is padding. Padding passes no expert
+        and is not counted. Its output is 0.
+        """
         tokens = x.flatten(0, 1)  # [tokens, hidden]
+        padding = None
+        if padding_mask is not None:
+            padding = padding_mask.flatten().unsqueeze(-1)  # [tokens, 1]
+            tokens = tokens.masked_fill(padding, 0)  # see below
         probabilities = self.route(tokens)
         scores = probabilities
         if self.bias is not None:
@@ -44,8 +52,12 @@ class Mixture(nn.Module):
         weights = probabilities.gather(-1, choices)
         if self.divide_by_sum:
             weights = weights / weights.sum(-1, keepdim=True)
-        counts = count(choices, self.gate.out_features)
-        load = Load(counts, probabilities.mean(dim=0))
+        experts = self.gate.out_features
+        if padding is not None:
+            choices = choices.masked_fill(padding, experts)  # a number behind the last expert
+            probabilities = probabilities.masked_fill(padding, 0)
+        counts = count(choices, experts + 1)[:experts]
+        load = Load(counts, probabilities.sum(dim=0))
 
         # Give each choice a row, and order the rows by expert.
         order = choices.flatten().argsort(stable=True)  # choices are numbered token * k + place
@@ -53,6 +65,11 @@ class Mixture(nn.Module):
         rows = self.run_experts(rows, counts)
         # Back in the order of the tokens, the sum over k has a fixed order, without atomics.
         outputs = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
+        if padding is not None:
+            # The last rows are those of padding. grouped_mm leaves them uninitialized in its output
+            # and, in backward, in the gradient of its input. They must not reach a sum, also not
+            # times 0: 0 * NaN is NaN.
+            outputs = outputs.masked_fill(padding.unsqueeze(-1), 0)
         mixed = (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1)
         return mixed.view_as(x), load
 
@@ -81,7 +98,7 @@ class Load(NamedTuple):
     """
 
     counts: Tensor  # how many tokens chose each expert, int64 [experts]
-    mean_probability: Tensor  # over the tokens, fp32 [experts]
+    probability: Tensor  # the sum over the tokens, fp32 [experts]
 
 
 class Experts(nn.Module):
@@ -100,7 +117,7 @@ class Experts(nn.Module):
         """Return [rows, hidden] for rows of this shape, which are ordered by expert.
 
         counts, [experts], are the rows of each expert. An expert without rows takes part: its
-        gradient is 0, not None.
+        gradient is 0, not None. Rows behind those of the last expert have an undefined result.
         """
         factor = self.gradient_factor
         gate_proj = local_weight(self.gate_proj, factor)
@@ -114,15 +131,16 @@ def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     """Multiply each row by the matrix of its expert.
 
     rows, [rows, inputs], are ordered by expert, and counts says how many each has. stack is
-    [experts, outputs, inputs].
+    [experts, outputs, inputs]. Rows behind those of the last expert have an undefined result.
     """
     stack = stack.to(rows.dtype)  # autocast does not know grouped_mm
     # torch compiles and traces grouped_mm in bf16 only, and with rows of multiples of 16 bytes.
     if rows.dtype == torch.bfloat16 and stack.shape[1] % 8 == 0 and stack.shape[2] % 8 == 0:
         return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0).int())
-    outputs = []
-    for part, matrix in zip(rows.split(counts.tolist()), stack.unbind(), strict=True):
-        outputs.append(F.linear(part, matrix))
+    sizes = counts.tolist()
+    *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
+    outputs = [F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)]
+    outputs.append(rest.new_zeros(len(rest), stack.shape[1]))
     return torch.cat(outputs)
 
 

@@ -47,7 +47,8 @@ def read_config(name: str, flag: str = "--model", *, experts: bool = False) -> C
         raise UserError(
             f"{flag} {name} is a mixture of experts, which this script does not compute: "
             "04_amp/train.py, 05_ddp/train.py, 06_fsdp_zero/train_fsdp.py, "
-            "08_model_parallel/train_3d.py and 09_inference/infer_70b.py do"
+            "06_fsdp_zero/finetune.py, 08_model_parallel/train_3d.py and "
+            "09_inference/infer_70b.py do"
         )
     if config.tie_word_embeddings and name not in SIZES and has_own_head(Path(name)):
         config = dataclasses.replace(config, tie_word_embeddings=False)

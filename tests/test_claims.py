@@ -1,4 +1,4 @@
-"""The computed figures of CLAIMS.md, computed again, and the README's headline: what a row says is what is found."""
+"""The computed figures of the claims, computed again, and the README's headline: what a row says is what is found."""
 
 import json
 import re
@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-CLAIMS = (ROOT / "CLAIMS.md").read_text(encoding="utf-8")
+CLAIMS = (ROOT / "benchmarks/results/claims.md").read_text(encoding="utf-8")
 ONE_LINERS = re.findall(r"`(python -c \"[^`]+\")`", CLAIMS)
 
 
 def rows(claim: str) -> str:
     """All rows of one claim, as one text without thousands separators."""
     found = [line for line in CLAIMS.splitlines() if line.startswith(f"| {claim} |")]
-    assert found, f"CLAIMS.md has no row {claim}"
+    assert found, f"no row {claim}"
     return re.sub(r"(?<=\d),(?=\d{3})", "", "\n".join(found))
 
 
@@ -51,6 +51,18 @@ def test_every_claim_has_a_row_and_every_row_names_what_shows_it():
     lines = [line for line in CLAIMS.split("\n## Speed\n")[1].splitlines() if line.startswith("| ")]
     shown = re.compile(r"`(pytest|python|torchrun|make|pip) |\]\(http|to come")
     assert [line for line in lines if not line.startswith(heads) and not shown.search(line)] == []
+
+
+def test_the_short_page_has_rows_of_the_long_one():
+    found = CLAIMS.replace("](../../", "](")
+    rows_of_page = [
+        line
+        for line in (ROOT / "CLAIMS.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ") and not line.startswith(("| what", "| ---"))
+    ]
+    assert rows_of_page
+    for line in rows_of_page:
+        assert line.split(" | ")[1] in found, line
 
 
 def test_the_headline_is_what_was_measured():

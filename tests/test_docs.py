@@ -14,6 +14,7 @@ READMES = [
     *ROOT.glob("[0-9]*/*.md"),
     *ROOT.glob("docs/*.md"),
     *ROOT.glob("benchmarks/*.md"),
+    ROOT / "benchmarks/results/claims.md",
     *ROOT.glob("launch/**/*.md"),
 ]
 SCRIPTS = [*ROOT.glob("[0-9]*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
@@ -40,7 +41,7 @@ def commands_of(file: Path) -> list[str]:
         ]
     else:
         lines = lines_of_blocks(file)
-    if file.name in ("CLAIMS.md", "ONBOARDING.md"):
+    if file.name in ("CLAIMS.md", "claims.md", "ONBOARDING.md"):
         lines += re.findall(r"`[^`\n]+`", file.read_text(encoding="utf-8"))
     return list(
         dict.fromkeys(match[1].strip() for line in lines for match in COMMAND.finditer(line))

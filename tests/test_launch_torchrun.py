@@ -190,9 +190,10 @@ def test_one_node(alone, pair):
 
 @needs_gcc
 def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alone, pair):
-    """Their own names are on the loopback, as on Debian, and on the first host so is the name node0."""
+    """The hosts' own names are on the loopback, as on Debian, and on the first one so is node0."""
     env = {"NNODES": "2", "COLLECTIVE_TIMEOUT_SECONDS": "15", "MASTER_ADDR": "node0"}
-    name, first = socket.gethostname(), job.hosts[0]
+    name = socket.gethostname()
+    first = job.hosts[0]
     texts = [f"127.0.1.1 {name} node0\n", f"127.0.1.1 {name}\n{first.address} node0\n"]
     mounts = [{"/etc/hosts": job.folder / f"hosts-{i}"} for i in (0, 1)]
     for mount, text in zip(mounts, texts, strict=True):
@@ -378,8 +379,9 @@ def test_wrong_settings(tmp_path, script, given):
 
 
 def test_slices_of_a_gpu_get_one_process(tmp_path):
-    """CUDA shows a process the first of its MIG slices alone. nvidia-smi lists them where no variable does."""
-    listed = "GPU 0: H200 (UUID: GPU-0)\n  MIG 3g.71gb Device 0: (UUID: MIG-0)\n  MIG 3g.71gb Device 1: (UUID: MIG-1)"
+    """CUDA shows a process one MIG slice. nvidia-smi lists them where no variable does."""
+    slices = [f"  MIG 3g.71gb Device {i}: (UUID: MIG-{i})" for i in range(2)]
+    listed = "\n".join(["GPU 0: NVIDIA H200 (UUID: GPU-0)", *slices])
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listed}'\n", encoding="utf-8")
     (tmp_path / "nvidia-smi").chmod(0o755)
     without_variable = ["env", "--unset=CUDA_VISIBLE_DEVICES", f"PATH={tmp_path}:{PATH}"]
@@ -407,7 +409,7 @@ def test_a_port_in_use(tmp_path, script):
 
 
 def test_the_host_whose_own_name_is_on_the_loopback(tmp_path):
-    """As on Debian, where it is 127.0.1.1: it hosts the elastic job's meeting, under the name that was given."""
+    """As on Debian, where it is 127.0.1.1: it hosts the elastic job under the name given."""
     with socket.create_server(("127.0.1.1", 0)) as server:
         endpoint = f"127.0.1.1:{server.getsockname()[1]}"
     env = {"NNODES": "1:2", "LAST_CALL_SECONDS": "1", "RDZV_ENDPOINT": endpoint}

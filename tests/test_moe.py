@@ -24,10 +24,9 @@ from support.harness import (
 )
 
 from common.exits import UserError
-from lm import shapes, weights
+from lm import moe, shapes, weights
 from lm.balance import Balance
-from lm.moe import multiply
-from training.batches import Batches
+from training.batches import PADDING, Batches
 
 SMALL = {
     "vocab_size": 256,
@@ -70,27 +69,34 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_gradients_and_balance_loss_are_those_of_transformers(tmp_path, name):
-    """From the names of the hub, which transformers writes by default, and from its own stacks."""
-    model = hugging_face(FOLDERS[name])
-    ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
-    inputs = ids[:, :-1]
-    targets = ids[:, 1:]
-    expected = model(inputs, output_router_logits=True)
-    ce = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
-    (ce + 0.1 * expected.aux_loss).backward()
+    """From the names of the hub, which transformers writes by default, and from its own stacks.
 
-    for layout in ({}, {"save_original_format": False}):
-        folder = tmp_path / f"{len(layout)}"
+    The second row of a batch ends with padding.
+    """
+    model = hugging_face(FOLDERS[name])
+    for padding, layout in ((0, {}), (5, {"save_original_format": False})):
+        ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(1))
+        mask = torch.zeros(2, 16, dtype=torch.bool)
+        mask[1, 16 - padding :] = True
+        inputs = ids[:, :-1]
+        targets = ids[:, 1:].masked_fill(mask, PADDING)
+        model.zero_grad()
+        expected = model(inputs, attention_mask=(~mask).long(), output_router_logits=True)
+        ce = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
+        (ce + 0.1 * expected.aux_loss).backward()
+
+        folder = tmp_path / f"{padding}"
         model.save_pretrained(folder, **layout)
         config = weights.read_config(str(folder), experts=True)
         net = weights.build(str(folder), config, seed=0)
-        assert error(net(inputs), expected.logits) < 1e-5
+        logits = net(inputs, padding_mask=mask)
+        assert error(logits[~mask], expected.logits[~mask]) < 1e-5
         assert shapes.parameter_count(config) == sum(p.numel() for p in model.parameters())
         assert shapes.parse_config(shapes.config_json(config), "written") == config
 
         batches = Batches.__new__(Batches)
         Balance(net, batches, torch.device("cpu"), weight=0.1, bias_rate=0)
-        loss = net(inputs, targets)
+        loss = net(inputs, targets, padding_mask=mask)
         assert loss.item() == pytest.approx((ce + 0.1 * expected.aux_loss).item(), rel=1e-5)
         loss.backward()
         gradients = {name: p.grad for name, p in net.named_parameters()}
@@ -116,12 +122,35 @@ def test_grouped_matmuls_equal_the_loop():
         rows = torch.randn(17, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
         stack = torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
         stack = stack.to(dtype).requires_grad_()
-        result = multiply(rows.to(dtype), stack, counts)
+        result = moe.multiply(rows.to(dtype), stack, counts)
         (result.float() ** 2).sum().backward()
         assert stack.grad[1].eq(0).all()
         found.append((result.float(), stack.grad.float()))
     for grouped, loop in zip(*found, strict=True):
         assert error(grouped, loop) < 0.01  # bf16 has 8 bits
+
+
+def test_padding_leaves_bf16_training_as_it_is():
+    """Its rows of a grouped matmul are uninitialized memory, often NaN."""
+    torch.manual_seed(0)
+    c = shapes.parse_config({**FOLDERS["qwen"], "moe_intermediate_size": 32}, "model")
+    mixture = moe.Mixture(32, c.experts).bfloat16()
+    for weight in mixture.parameters():
+        torch.nn.init.normal_(weight, 0, 0.2)
+    x = torch.randn(1, 40, 32).bfloat16()
+    padding = torch.arange(40).unsqueeze(0) >= 25
+    found = []
+    for tokens, mask in ((x[:, :25], None), (x, padding)):
+        nan = torch.full((80, 32), torch.nan).bfloat16()
+        del nan  # the next tensors take this memory
+        tokens = tokens.clone().requires_grad_()
+        y, load = mixture(tokens, mask)
+        grads = torch.autograd.grad((y.float() ** 2).sum(), (tokens, *mixture.parameters()))
+        found.append((y[:, :25], *load, grads[0][:, :25], *grads[1:]))
+    for without, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, without)
+    assert y[:, 25:].eq(0).all()
+    assert grads[0][:, 25:].eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -287,10 +316,11 @@ def test_experts_on_several_ranks_train_as_one_process(runs, ranks):
     assert_trained_as_one_process(runs(MESH, n, micro, *flags), runs)
 
 
-# Each rank writes the norm by which it clips. SGD takes a step in place of AdamW, whose step hardly
-# depends on the size of a gradient.
+# Each rank writes the norm by which it clips, and the tensors that it reads. SGD takes a step in
+# place of AdamW, whose step hardly depends on the size of a gradient.
 SGD = """
 import torch
+from lm.weight_files import StoredWeights
 
 clip = torch.nn.utils.clip_grads_with_norm_
 
@@ -311,13 +341,24 @@ class Sgd(torch.optim.AdamW):
                 parameter.data.add_(parameter.grad, alpha=-100 * group["lr"])
 
 
+def read_and_write(weights, name, slices):
+    with open(f"read.{os.environ.get('RANK', 0)}", "a", encoding="utf-8") as file:
+        file.write(f"{name}\\n")
+    return read(weights, name, slices)
+
+
+read = StoredWeights.read
+StoredWeights.read = read_and_write
 torch.nn.utils.clip_grads_with_norm_ = clip_and_write
 torch.optim.AdamW = Sgd
 """
 
 
 def test_ranks_clip_by_one_norm_and_a_step_of_sgd_is_that_of_one_process(once, tmp_path):
-    """AdamW's step hides a gradient that is too large, and a digest hides norms that differ."""
+    """AdamW's step hides a gradient that is too large, and a digest hides norms that differ.
+
+    Each rank reads its own experts only.
+    """
     flags = ("--model", once("skewed", write_skewed), *STEPS, "--save-every", 0)
     results = []
     for script, ranks, mesh in ((BASELINE, None, ()), (MESH, 4, ("--ep", 2))):
@@ -328,6 +369,10 @@ def test_ranks_clip_by_one_norm_and_a_step_of_sgd_is_that_of_one_process(once, t
     norms = {file.read_text(encoding="utf-8") for file in mesh.folder.glob("norms.*")}
     assert len(list(mesh.folder.glob("norms.*"))) == 4
     assert len(norms) == 1
+    read = []
+    for file in mesh.folder.glob("read.*"):
+        read += [name for name in file.read_text(encoding="utf-8").split() if ".experts." in name]
+    assert len(read) == len(set(read)) == 2 * 8 * 3  # layers, experts, matrices
     assert mesh.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-5)
     assert mesh.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
     assert_near(saved(mesh.folder, 4)["model"], saved(one.folder, 4)["model"], 1e-5)

@@ -84,16 +84,13 @@ REMEMBERED_FLAGS = (
 
 
 class TrainingParser(Parser):
-    """Parse the flags of a training script. A chapter adds its own flags with add_argument.
-
-    experts: whether there are the flags of a mixture of experts.
-    """
+    """Parse the flags of a training script. A chapter adds its own flags with add_argument."""
 
     names = Parser.names | set(MODEL_NAMES)
     folders_of_outputs = frozenset({"--run-dir"})
     mixtures = frozenset({"--data", "--eval-data"})
 
-    def __init__(self, description: str, *, experts: bool = True) -> None:
+    def __init__(self, description: str) -> None:
         super().__init__(description)
 
         add = self.add_argument_group("model and data").add_argument
@@ -161,18 +158,17 @@ class TrainingParser(Parser):
             "--clip-norm", type=positive_or_inf, default=1.0, help="largest gradient norm; inf: any"
         )
         add("--seed", type=natural, default=0)
-        if experts:
-            add(
-                "--balance-loss",
-                type=not_negative,
-                help="of a mixture of experts: weight of the balance loss (default: the model's)",
-            )
-            add(
-                "--balance-bias",
-                type=not_negative,
-                default=0.0,
-                help="of a mixture of experts: step of the router's bias (0: no bias)",
-            )
+        add(
+            "--balance-loss",
+            type=not_negative,
+            help="of a mixture of experts: weight of the balance loss (default: the model's)",
+        )
+        add(
+            "--balance-bias",
+            type=not_negative,
+            default=0.0,
+            help="of a mixture of experts: step of the router's bias (0: no bias)",
+        )
 
         add = self.add_argument_group("precision, speed and memory").add_argument
         add(

@@ -55,7 +55,7 @@ PartitionName=high Nodes=ALL PriorityTier=2
 
 @dataclass
 class Cluster:
-    repository: Path  # a copy of the shipped files, as a git checkout; what the jobs write stays beside them
+    repository: Path  # a git checkout of the shipped files, in which the jobs write
     env: dict[str, str]
 
     def command(self, *argv, **env: str) -> str:
