@@ -49,8 +49,8 @@ def shard_experts(model: nn.Module, expert_ranks: int, options: dict) -> None:
         experts = mixture.experts
         exchange.shard_experts(experts, mesh["expert"])
         mixture.run_experts = partial(exchange.run_experts, experts, mesh.get_group("expert"))
-        # The rows of all expert ranks come to the expert: its gradient is their sum, of which
-        # fully_shard takes the mean over the other ranks. It should be the mean over all ranks.
+        # The rows of all expert ranks come to the expert, so its gradient is their sum. fully_shard
+        # divides by the other ranks only. It should be divided by all, so 1 / expert ranks is left.
         experts.gradient_factor = 1 / expert_ranks
         fully_shard(experts, **options | {"mesh": mesh["shard"]})
 

@@ -115,13 +115,19 @@ def describe(shape: Shape, plan: Plan, where: machine.Machine) -> str:
     matmuls = f"{plan.dtype}, frozen in 4 bits" if plan.weights == "int4" else plan.dtype
     compiled = "compiled" if plan.compile else "eager"
     batch = f"{plan.micro_batches} x {plan.micro_batch_size} sequences of {plan.seq_len:,} tokens"
-    trained_here = not (shape.experts or shape.kv_rank or plan.ring)
-    by = "by" if trained_here else "(not trained here) as by"
+    by = "by" if is_trained_here(shape, plan) else "(not trained here) as by"
     return (
         f"{shape.name} {by} {script_of(plan)} on {plan.gpus} x {where.device}: {matmuls}, "
         f"{compiled}, {plan.loss_method} loss, checkpointing {plan.checkpointing}\n"
         f"a step: {batch} (micro-batches x size) on each of {plan.dp} data-parallel ranks"
     )
+
+
+def is_trained_here(shape: Shape, plan: Plan) -> bool:
+    """Return whether a script runs the plan."""
+    if shape.experts and (plan.pp > 1 or (plan.ep > 1 and plan.compile)):
+        return False
+    return not (shape.kv_rank or plan.ring)
 
 
 def script_of(plan: Plan) -> str:
@@ -238,6 +244,13 @@ def search_answer(args, shape: Shape, plan: Plan, where: machine.Machine) -> dic
             f"--pp {args.pp}: {shape.name} has tied embeddings, which train_3d.py does not "
             "split into stages: use 1"
         )
+    if shape.experts and not shape.kv_rank and args.pp > 1:
+        raise ValueError(
+            f"--pp {args.pp}: {shape.name} has experts, which train_3d.py does not split into "
+            "stages: use 1, and --ep"
+        )
+    if args.ep > 1 and args.compile:
+        raise ValueError(f"--compile: train_3d.py does not compile --ep {args.ep}: leave it out")
     if plan.gpus > args.nodes_of:
         divides("--nodes-of", args.nodes_of, "--gpus", plan.gpus)
     divides("--tp x --pp x --cp", args.tp * args.pp * args.cp, "--gpus", args.gpus)
@@ -265,10 +278,8 @@ def search_answer(args, shape: Shape, plan: Plan, where: machine.Machine) -> dic
     summary = layout_answer(shape, best, memory, where)
 
     command = None
-    is_trained_here = not (shape.kv_rank or plan.deepspeed or plan.ring)
-    if shape.experts:  # by train_fsdp.py, which has none of these
-        is_trained_here = is_trained_here and best.tp * best.pp * best.cp * best.ep == 1
-    if is_trained_here and (args.model in shapes.SIZES or Path(args.model).exists()):
+    has_command = is_trained_here(shape, best) and not plan.deepspeed
+    if has_command and (args.model in shapes.SIZES or Path(args.model).exists()):
         command = start_command(args, best)
     print(f"\nstart it on each node:\n{command or 'no command: no training script does this'}")
     return {**summary, "fit": len(found), "ranking": ranking, "command": command}
@@ -304,6 +315,8 @@ def start_command(args, plan: Plan) -> str:
         return f"python 04_amp/train.py {flags}"
 
     flags += f" --tp {plan.tp} --pp {plan.pp} --cp {plan.cp} --replicate {plan.replicate}"
+    if plan.ep > 1:
+        flags += f" --ep {plan.ep}"
     if plan.schedule != "1f1b":
         flags += f" --schedule {plan.schedule}"
     nodes = max(1, plan.gpus // args.nodes_of)

@@ -352,9 +352,9 @@ def attend_to_all_tokens(
 def make_expert_mesh(args, device_type: str) -> DeviceMesh:
     """Return the mesh of the experts: the ranks, arranged by which experts they hold.
 
-    Each data, context and tensor rank has other tokens. So all of them share the experts: --ep
-    neighbours hold each expert once, and FSDP shards what they hold over the dimension "shard", the
-    ranks that hold the same experts. For example, 8 ranks with --tp 2 --ep 4:
+    All ranks have different tokens, tensor ranks too. --ep neighbours split the experts: each
+    expert is whole on one of them. The ranks with the same experts form the dimension "shard", over
+    which FSDP splits them again. For example, 8 ranks with --tp 2 --ep 4:
 
         rank           0  1  2  3  4  5  6  7
         tensor rank    0  1  0  1  0  1  0  1
@@ -375,11 +375,11 @@ def make_expert_mesh(args, device_type: str) -> DeviceMesh:
 
 
 def shard_experts(model, args, mesh: DeviceMesh, options: dict) -> None:
-    """Shard the experts of each layer: over the expert ranks whole ones, then over the others.
+    """Shard the experts of each layer: whole ones over the expert ranks, then each by FSDP.
 
-    The gradient of an expert is a sum over the tokens of the expert ranks, because their rows come
-    to the expert. fully_shard takes the mean over the other ranks. Together this should be the mean
-    over data and context ranks of the sum over tensor ranks, so a factor is left.
+    The gradient should be the sum over all ranks, divided by ranks / tp, because tensor ranks share
+    one loss. The exchange sums over the expert ranks, whose rows come to the expert. fully_shard
+    sums over the others, and divides by ranks / ep. So a factor of tp / ep is left.
     """
     options = options | {"mesh": mesh["shard"]}
     if args.replicate > 1:
@@ -414,8 +414,8 @@ def parallelize(model, args, mesh: DeviceMesh, pipeline_rank: int) -> dict[int, 
     options = {
         "mesh": mesh["shard"],
         # The matmuls run in args.dtype. Gradients are summed in fp32, with one exception: with --tp
-        # torch 2.13 sums those of norms over the tensor ranks in args.dtype (pytorch#190626), and
-        # over the other ranks in fp32.
+        # torch 2.13 sums those of norms and routers over the tensor ranks in args.dtype
+        # (pytorch#190626), and over the other ranks in fp32.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=runtime.DTYPES[args.dtype],
             reduce_dtype=torch.float32,
@@ -428,8 +428,8 @@ def parallelize(model, args, mesh: DeviceMesh, pipeline_rank: int) -> dict[int, 
     if args.replicate > 1:
         options["mesh"] = mesh["replicate", "shard"]
 
-    # Ranks that share a block's matrices or experts have other tokens for its experts. So these are
-    # sharded over other ranks than the block, and before it.
+    # Tensor ranks and expert ranks have different tokens. For experts they count as data ranks, on
+    # a mesh of their own, and before the block.
     experts_apart = bool(mixtures(model)) and max(args.ep, args.tp) > 1
     if experts_apart:
         shard_experts(model, args, make_expert_mesh(args, mesh.device_type), options)

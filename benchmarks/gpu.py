@@ -26,6 +26,7 @@ from _measure import choose_device
 from common import cli, exits
 
 NANO = "--model nano --dtype bf16 --device cuda"
+EXPERTS = "--model nano-moe --dtype bf16 --device cuda --keep 0 --no-compile --steps 20"
 LARGE = "--dtype bf16 --device cuda --compile --keep 0 --log-every 10"
 LLAMA_124M = f"--model llama-124m --seq-len 1024 --global-batch-size 64 {LARGE}"
 LLAMA_1B = f"--model llama-1b --seq-len 4096 --global-batch-size 4 {LARGE}"
@@ -99,6 +100,7 @@ QUESTIONS = [
     Command("ab projections 1b", f"{AB} projections --model llama-1b", 85),
     Command("ab int4, int8 70b", f"{AB} int4 --model llama-70b", 150),
     Command("grpo", "10_post_training/grpo.py", 60),
+    Command("experts nano", f"{PLAIN} {EXPERTS}", 40),
     Command("ab micro-batch 124m", f"{AB} micro_batch --model llama-124m", 90),
     Command("ab loss 124m", f"{AB} loss --model llama-124m", 95),
     Command("ab loss 1b", f"{AB} loss --model llama-1b", 120),
@@ -107,6 +109,7 @@ ON_MESH = f"{MESH} --model llama-1b --seq-len 4096 --global-batch-size 8 --dtype
 ON_MESH += " --device cuda --keep 0 --log-every 5 --steps 20 --no-compile"
 # A pipeline needs a head that is not tied to the embedding.
 UNTIED = ON_MESH.replace("llama-1b", "nano").replace("4096", "64") + " --micro-batch-size 1"
+ON_EXPERTS = ON_MESH.replace("llama-1b", "nano-moe").replace("4096", "64") + " --micro-batch-size 1"
 SEVERAL = [
     Command("collectives", "05_ddp/collectives.py --device cuda", 60, ALL),
     Command("one gpu 124m", f"{DDP} {LLAMA_124M} --steps 40", 45, 1),
@@ -118,6 +121,8 @@ SEVERAL = [
     Command("shards 1b", ON_MESH, 40, ALL, against="one gpu mesh 1b"),
     Command("one gpu untied", UNTIED, 25, 1),
     Command("stages", f"{UNTIED} --pp 2", 25, ALL, against="one gpu untied"),
+    Command("one gpu experts", ON_EXPERTS, 25, 1),
+    Command("experts", f"{ON_EXPERTS} --ep 2", 25, ALL, against="one gpu experts"),
     Command(
         "tests for two",
         "-m pytest -m gpu(n=2) -v -ra --durations=0 --durations-min=1 "

@@ -26,8 +26,8 @@ def checkpoint_blocks(net: Transformer, method: str) -> None:
         return
     for block in net.model.layers.values():
         if method == "selective":
-            # Results of experts are all kept: backward reads the last one, too. torch.compile wants
-            # the same shape in all blocks.
+            # With experts keep the result of every matmul: () is the shape of none, and backward
+            # reads the last result, too. torch.compile wants the same shape in all blocks.
             shape = down_proj_shape(block.mlp) if net.config.experts is None else ()
             block.forward = selectively_checkpointed(block.forward, shape)
         else:

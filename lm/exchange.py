@@ -4,9 +4,9 @@
     compute    an expert multiplies the rows of all ranks
     combine    an all-to-all sends the results back
 
-A row is the hidden state of a token for one expert. Each of N ranks holds 1/N of the experts: rank
-0 has the first ones, and the last rank may have fewer. The router decides how many rows travel, and
-none is dropped. 08_model_parallel/expert_parallel.py explains it, and train_3d.py trains with it.
+A row is the hidden state of a token for one expert. Each of N ranks holds 1/N of the experts, and
+rank 0 has the first ones. The router decides how many rows a rank sends to each other rank. None is
+dropped. 08_model_parallel/expert_parallel.py explains it, and train_3d.py trains with it.
 """
 
 import math
@@ -25,9 +25,9 @@ from common.torch_versions import all_to_all_with_backward
 class Exchange(NamedTuple):
     """The sizes of dispatch on this rank. Combine has the same, the other way round."""
 
-    to_ranks: list[int]  # rows to each rank
-    from_ranks: list[int]  # rows from each rank
-    order: Tensor  # the received rows by expert, [received rows]
+    to_ranks: list[int]  # how many rows this rank sends to each rank
+    from_ranks: list[int]  # how many rows come from each rank
+    order: Tensor  # received[order] is ordered by expert, and order.argsort() undoes it
     counts: Tensor  # received rows for each of this rank's experts, [experts of a rank]
 
 
@@ -35,12 +35,12 @@ def plan_exchange(leaving: Tensor, arriving: Tensor) -> Exchange:
     """Return who sends how many rows to whom. Both tensors are [ranks, experts of a rank].
 
     leaving[r] counts the rows of this rank for the experts of rank r. arriving[r] counts the rows
-    of rank r for the experts of this rank.
+    of rank r for the experts of this rank: it is leaving after an all-to-all.
     """
-    sizes = torch.stack((leaving.sum(1), arriving.sum(1)))
+    sizes = torch.stack((leaving.sum(1), arriving.sum(1)))  # one copy to the CPU for both
     # An all-to-all starts on the CPU, which must know its sizes. So here the CPU waits for the GPU.
     to_ranks, from_ranks = sizes.cpu().tolist()
-    # Rank 0 sends its rows for my first expert, for my second, and so on; then rank 1 does.
+    # Received rows come by rank, and of each rank by expert. Number each by its expert, then sort.
     ranks, experts = arriving.shape
     expert_of_row = torch.arange(experts, device=arriving.device).repeat(ranks)
     expert_of_row = expert_of_row.repeat_interleave(
@@ -70,8 +70,8 @@ def run_experts(
 ) -> Tensor:
     """Return the result of each row's expert, [rows, hidden]. Every rank of the group must call it.
 
-    A rank that receives no rows runs its experts, too: otherwise its peers in FSDP would wait for
-    its gradients.
+    A rank that receives no rows runs its experts, too: a gradient of 0 must join FSDP's
+    reduce-scatter, or the ranks that hold the same experts would wait for ever.
 
     Args:
         experts: experts(rows, counts) runs this rank's experts, as Experts of lm/moe.py does.
@@ -81,9 +81,10 @@ def run_experts(
         counts: How many rows there are for each of all experts, [experts].
     """
     leaving = by_owner(counts, group.size())
-    arriving = all_to_all_with_backward(leaving, None, None, group)
+    arriving = all_to_all_with_backward(leaving, None, None, group)  # a row of it to each rank
     exchange = plan_exchange(leaving, arriving)
     sent = sum(exchange.to_ranks)
+    # The arguments are the rows, the sizes that come, and the sizes that leave.
     received = all_to_all_with_backward(rows[:sent], exchange.from_ranks, exchange.to_ranks, group)
     outputs = experts(received[exchange.order], exchange.counts)
     outputs = outputs[exchange.order.argsort()]  # ordered by rank again
@@ -96,8 +97,8 @@ def run_experts(
 def shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's experts of each stack, as a DTensor that is sharded by experts.
 
-    With plain tensors of this rank's experts, a checkpoint would have the experts of one rank only,
-    and a run would resume from it without an error.
+    A DTensor has a place in the full stack. A checkpoint would take plain tensors of one rank for
+    those of all, and a run would resume from it without an error.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 

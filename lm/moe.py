@@ -27,7 +27,7 @@ class Mixture(nn.Module):
         self.gate = nn.Linear(hidden, c.num_experts, bias=False)
         self.experts = Experts(hidden, c)
         self.bias: Tensor | None
-        self.register_buffer("bias", None)  # see lm/balance.py
+        self.register_buffer("bias", None)  # None until add_bias: then a checkpoint has it
 
     def add_bias(self) -> None:
         """Add a bias, [experts], to the probabilities when experts are chosen. It starts at 0."""
@@ -43,7 +43,8 @@ class Mixture(nn.Module):
         padding = None
         if padding_mask is not None:
             padding = padding_mask.flatten().unsqueeze(-1)  # [tokens, 1]
-            tokens = tokens.masked_fill(padding, 0)  # see below
+            # Backward then sets the gradient of padding to 0. grouped_mm leaves it undefined.
+            tokens = tokens.masked_fill(padding, 0)
         probabilities = self.route(tokens)
         scores = probabilities
         if self.bias is not None:
@@ -54,7 +55,7 @@ class Mixture(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         experts = self.gate.out_features
         if padding is not None:
-            choices = choices.masked_fill(padding, experts)  # a number behind the last expert
+            choices = choices.masked_fill(padding, experts)  # sorted last, and cut off
             probabilities = probabilities.masked_fill(padding, 0)
         counts = count(choices, experts + 1)[:experts]
         load = Load(counts, probabilities.sum(dim=0))
@@ -62,13 +63,12 @@ class Mixture(nn.Module):
         # Give each choice a row, and order the rows by expert.
         order = choices.flatten().argsort(stable=True)  # choices are numbered token * k + place
         rows = tokens[order // self.experts_per_token]
-        rows = self.run_experts(rows, counts)
+        results = self.run_experts(rows, counts)
         # Back in the order of the tokens, the sum over k has a fixed order, without atomics.
-        outputs = rows[order.argsort()].unflatten(0, (-1, self.experts_per_token))
+        outputs = results[order.argsort()].unflatten(0, (-1, self.experts_per_token))
         if padding is not None:
-            # The last rows are those of padding. grouped_mm leaves them uninitialized in its output
-            # and, in backward, in the gradient of its input. They must not reach a sum, also not
-            # times 0: 0 * NaN is NaN.
+            # grouped_mm leaves the last rows, those of padding, uninitialized. They must not reach
+            # a sum, also not times 0: 0 * NaN is NaN.
             outputs = outputs.masked_fill(padding.unsqueeze(-1), 0)
         mixed = (outputs * weights.unsqueeze(-1).to(x.dtype)).sum(dim=1)
         return mixed.view_as(x), load
@@ -80,7 +80,8 @@ class Mixture(nn.Module):
     def route(self, tokens: Tensor) -> Tensor:
         """Return the probability of each expert, [tokens, experts], in fp32.
 
-        In bf16 two experts that are nearly tied change places more often.
+        In bf16 two experts that are nearly tied change places more often. FSDP hands out the weight
+        in its param_dtype, which may be bf16: it is then rounded, and the matmul is not.
         """
         with torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.float(), local_weight(self.gate.weight).float()).softmax(dim=-1)
@@ -111,7 +112,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
         self.up_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
-        self.gradient_factor = 1.0  # of the weights, in expert parallelism
+        self.gradient_factor = 1.0  # of the weights' gradients; expert parallelism sets it
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [rows, hidden] for rows of this shape, which are ordered by expert.
@@ -147,8 +148,9 @@ def multiply(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
 def local_weight(weight: Tensor, gradient_factor: float = 1.0) -> Tensor:
     """Return what this rank holds of a weight. Backward multiplies the gradient by a factor.
 
-    Where ranks hold copies of a DTensor, each has other tokens: the gradient of the copy is the sum
-    over these ranks. to_local() alone would take the summand of this rank for the gradient.
+    A replicated DTensor, the router in tensor parallelism, meets other tokens on each rank. So the
+    gradient of each rank is a summand (Partial), and DTensor adds them up. to_local() alone would
+    say that all ranks have the same gradient.
     """
     if hasattr(weight, "placements"):
         from torch.distributed.tensor import Partial

@@ -100,6 +100,7 @@ def checkpoint_parts(rank: Rank, *, experts: bool) -> Parts:
 def matmul_results(rank: Rank, *, experts: bool) -> float:
     """Return the numbers per token of the matmul results that selective checkpointing keeps.
 
+    With expert parallelism it also keeps the rows that have travelled, there and back.
     Backward reads no result of a block's last matmul, and a dense block does not keep it. Results
     of o_proj and down_proj are partial sums, as wide on each tp rank as their sum.
     """
@@ -110,6 +111,8 @@ def matmul_results(rank: Rank, *, experts: bool) -> float:
     if experts:
         expert_widths = (shape.expert_ffn, shape.expert_ffn, shape.hidden)
         widths += [shape.active_experts * width for width in expert_widths]
+        if rank.plan.ep > 1:  # what the all-to-alls of forward returned
+            widths += 2 * [shape.active_experts * shape.hidden]
         if shape.shared_ffn:
             widths += [shape.shared_ffn, shape.shared_ffn, shape.hidden]
         return sum(widths)
@@ -159,12 +162,18 @@ def in_mlp_backward(rank: Rank, *, experts: bool) -> float:
 def in_mixture_backward(rank: Rank) -> float:
     """Return the bytes per token at the beginning of a mixture's backward.
 
+    Each rank is assumed to receive as many rows as it sends: the router may decide otherwise.
     All that backward needs of the block is there. It makes the gradients of the experts' results,
     and of their weights, which are as large until they are summed. Autocast sums the results in
     fp32: their gradient has a 16-bit copy before.
+
+    With expert parallelism, forward has three more copies of the rows at its last all-to-all: those
+    that are sent, those that came, and the results that are sent back. Checkpointing runs it again.
     """
     output_gradient = rank.shape.hidden * rank.residual_size
     copies = 3 if rank.cast_size else 2
+    if rank.plan.ep > 1 and rank.plan.checkpointing != "none":
+        copies = 3
     return whole_block(rank, experts=True) + output_gradient + copies * expert_rows(rank)
 
 

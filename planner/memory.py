@@ -425,8 +425,10 @@ def reduced_gradients(rank: Rank) -> Row:
             "last block": 0.0,
             "later in last block": of_later_block,
             "first MLP": of_later_block,
-            "last stack": of_later_block + 3 * rank.expert_stack * rank.e,
+            "last stack": of_later_block,
         }
+        if not rank.plan.adapters:  # which leave experts frozen
+            cells["last stack"] += 3 * rank.expert_stack * rank.e
     if not rank.plan.adapters:
         copy_is_gradient = rank.plan.shards == 1 and not rank.gradients_stay_whole
         size_of_last = size - 4 if copy_is_gradient else size
@@ -581,17 +583,20 @@ class Memory:
         """Return the bytes of NCCL: 256 MiB for each group of ranks.
 
         The groups are all ranks, and those of a parallel size that is neither 1 nor all of them.
-        Context parallelism reuses the group of the shards if it has the same ranks.
+        Context parallelism reuses the group of the shards if it has the same ranks. The mesh of the
+        experts has groups of its own.
         """
         plan = self.rank.plan
         if plan.on_cpu:
             return 0.0
-        sizes = [plan.shards, plan.replicate, plan.tp, plan.pp, plan.ep]
+        sizes = [plan.shards, plan.replicate, plan.tp, plan.pp]
         if plan.cp != plan.shards:
             sizes.append(plan.cp)
         groups = sum(1 < size < plan.gpus for size in sizes)
         if plan.gpus > 1:
             groups += 1
+        if plan.ep > 1:
+            groups += sum(size > 1 for size in (plan.ep, plan.expert_shards, plan.replicate))
         return NCCL_BYTES * groups
 
     def total_bytes(self) -> float:

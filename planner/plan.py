@@ -56,7 +56,8 @@ def script_defaults(device: str, model: str | None) -> Defaults:
 class Plan:
     """A model on `gpus` = pp x dp x cp x tp ranks, counted with tp fastest.
 
-    ep of a stage's ranks share the experts.
+    ep of a stage's ranks share the experts, which tensor parallelism does not shard. fully_shard
+    shards what they hold over the ranks that hold the same experts.
     """
 
     gpus: int = 1
@@ -152,13 +153,15 @@ def check(shape: Shape, plan: Plan) -> None:
     if plan.replicate > 1 and plan.zero < 3:
         raise ValueError(f"--replicate {plan.replicate} is of FSDP: use --zero 3, or leave it out")
     one_way = plan.tp * plan.pp * plan.cp == 1
-    if plan.adapters and (shape.experts or shape.kv_rank or not one_way):
+    if plan.adapters and (shape.kv_rank or not one_way):
         raise ValueError(
             f"--adapters {plan.adapters} is of 06_fsdp_zero/finetune.py: "
-            "a Llama, --tp, --pp and --cp 1"
+            "a Llama or Qwen3-MoE, --tp, --pp and --cp 1"
         )
     if plan.weights == "int4" and not plan.adapters:
         raise ValueError("--weights int4 is of frozen weights: add --adapters 16, or leave it out")
+    if plan.weights == "int4" and shape.experts:
+        raise ValueError(f"--weights int4: experts of {shape.name} stay in --dtype: leave it out")
     if plan.uses_deepspeed and not one_way:
         raise ValueError(
             f"--zero {plan.zero} by DeepSpeed (06_fsdp_zero/train_zero.py) has --tp, --pp and "

@@ -39,11 +39,12 @@ class Rank:
         self.has_head = stage == plan.pp - 1
         self.is_tied = shape.tied and self.has_embedding and self.has_head
 
-        # Parameters. Tensor parallelism shards matrices, and not vectors.
+        # Parameters. Tensor parallelism shards matrices, and neither vectors nor routers.
         dense, _ = shape.layer_parameters(experts=False)
         beside_experts, routed = shape.layer_parameters(experts=True)
         blocks = dense * self.dense_layers + beside_experts * self.expert_layers
         vectors = shape.vector_parameters() * self.layers
+        routers = shape.hidden * shape.experts * self.expert_layers
         final_norm = shape.hidden if self.has_head else 0
         head = shape.embedding if self.has_head else 0
         self.embedding = shape.embedding / plan.tp
@@ -52,11 +53,16 @@ class Rank:
             self.root += self.embedding
         if self.has_head and not self.is_tied:
             self.root += self.embedding
-        self.parameters = (blocks - vectors) / plan.tp + self.root + vectors + final_norm
+        whole = vectors + routers
+        self.parameters = (blocks - whole) / plan.tp + self.root + whole + final_norm
         self.expert_parameters = routed * self.expert_layers / plan.ep
         self.all_parameters = self.parameters + self.expert_parameters
         self.matrices = (blocks - vectors + head) / plan.tp + self.expert_parameters
-        self.largest_layer = shape.largest_layer() / plan.ep / plan.tp
+        # The largest layer, which sharding gathers at once: with experts, if there are some.
+        self.largest_layer = dense / plan.tp if self.dense_layers else 0.0
+        if self.expert_layers:
+            mixture = beside_experts / plan.tp + routed / plan.ep
+            self.largest_layer = max(self.largest_layer, mixture)
         self.layer_adapters = plan.adapters * sum(_adapted_widths(shape))
 
         # Parts of a layer's matrices: those before attention's kernel, and all before down_proj.
@@ -125,8 +131,6 @@ class Rank:
         if not plan.is_fsdp or not self.shape.experts:
             return 1 / plan.expert_shards
         experts = self.shape.experts // plan.ep
-        if plan.ep == 1:  # tensor parallelism has a part of each expert
-            return ceil(experts / plan.shards) / experts / plan.tp
         return ceil(experts / plan.expert_shards) / experts
 
     def frozen_bytes(self, size: float) -> float:
@@ -155,6 +159,11 @@ def layers_of_rank(shape: Shape, plan: Plan, rank: int) -> list[int]:
 
 
 def _adapted_widths(shape: Shape) -> list[int]:
-    """Return inputs + outputs of each matrix of a layer: LoRA's A and B have rank times so many."""
-    matrices = [*shape.attention_matrices(), *shape.feed_forward_matrices(shape.ffn)]
+    """Return inputs + outputs of each adapted matrix: LoRA's A and B have rank times so many.
+
+    In a mixture of experts these are the matrices of attention alone.
+    """
+    matrices = shape.attention_matrices()
+    if not shape.experts:
+        matrices = [*matrices, *shape.feed_forward_matrices(shape.ffn)]
     return [inputs + outputs for inputs, outputs in matrices]

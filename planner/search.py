@@ -26,16 +26,18 @@ def choices(shape: Shape, base: Plan, node: int, fixed: dict) -> dict[str, list]
     """Return the values to try of each field in SEARCHED. Fields in `fixed` have one value.
 
     Tensor- and context-parallel ranks wait for each other in every layer, so they stay in a node of
-    `node` GPUs. train_3d.py does not split a tied model into stages.
+    `node` GPUs. train_3d.py does not split a tied model or experts into stages, and does not
+    compile --ep. Experts that it does not train, beside latent attention, have no such limits.
     """
     values: dict[str, list] = {name: [1] for name in SEARCHED}
     values["tp"] = [size for size in divisors(node) if shape.vocab % size == 0]
-    if not shape.tied:
+    trains_experts = shape.experts > 0 and not shape.kv_rank
+    if not shape.tied and not trains_experts:
         values["pp"] = [size for size in divisors(base.gpus) if size <= shape.layers]
     for size in divisors(node)[1:]:
         if base.seq_len // size >= SHORTEST_PART:
             values["cp"].append(size)
-    if shape.experts:
+    if shape.experts and not (trains_experts and base.compile):
         values["ep"] = divisors(shape.experts)
     if base.zero == 3:
         values["replicate"] = divisors(base.gpus)

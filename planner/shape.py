@@ -152,15 +152,6 @@ class Shape:
         final_norm = self.hidden
         return blocks + embeddings + final_norm
 
-    def largest_layer(self) -> int:
-        """Return the parameters of the largest layer, which sharding gathers at once."""
-        sizes = []
-        if self.expert_layers < self.layers:
-            sizes.append(sum(self.layer_parameters(experts=False)))
-        if self.expert_layers:
-            sizes.append(sum(self.layer_parameters(experts=True)))
-        return max(sizes)
-
     def flops_per_token(self, *, seq_len: int, causal: bool = False) -> float:
         """Return the FLOPs of training on one token: 6 N + 12 L heads head_dim seq_len.
 

@@ -254,7 +254,11 @@ def context_seconds(rank: Rank, machine: Machine) -> float:
 
 
 def expert_seconds(rank: Rank, machine: Machine) -> float:
-    """Return the seconds in which tokens travel to their experts and back, in one layer."""
+    """Return the seconds in which tokens travel to their experts and back, in one layer's forward.
+
+    An all-to-all dispatches a row of the hidden size for each choice of the router, and another one
+    combines the results. Backward has two more.
+    """
     size = expert_tokens(rank) * rank.shape.hidden * rank.e
     return 2 * machine.gather(rank.plan.ep, 1, size, all_to_all=True)
 
@@ -402,7 +406,7 @@ def fsdp_seconds(rank: Rank, machine: Machine, busy: float) -> float:
     size = rank.frozen_bytes(rank.gathered_size) / rank.all_parameters
     communication = gathers * gather_parameters(rank, machine, size)
     communication += reduces * gather_parameters(rank, machine, 4) * reduced / rank.all_parameters
-    replicas = 4 * reduced / plan.shards
+    replicas = 4 * rank.trained(3)
     communication += 2 * machine.gather(plan.replicate, plan.tp * plan.shards, replicas)
 
     # Embedding and head stay gathered from forward to backward.

@@ -266,6 +266,21 @@ def test_a_dry_run_has_the_bytes_of_real_ranks_and_of_the_planner(tmp_path, size
             assert row[name] == pytest.approx(memory.lines[name], rel=0.02)
 
 
+@pytest.mark.full
+def test_a_dry_run_of_experts_has_the_bytes_of_the_planner(tmp_path):
+    """Tensor ranks have whole experts and routers, and copies have all of it: to the byte."""
+    sizes = {"tp": 2, "ep": 4, "replicate": 2}
+    flags = ["--model", "nano-moe", "--json", "s.json"]
+    for name, size in sizes.items():
+        flags += [f"--{name}", size]
+    assert run(SCRIPT, tmp_path, "--dry-run", "--world-size", 16, *flags).code == 0
+    [row] = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["stages"]
+    experts = shape.from_config("own", shapes.SIZES["nano-moe"])
+    planned = Memory(experts, Plan(**sizes, gpus=16, zero=3))
+    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert row[name] == planned.lines[name]
+
+
 REFUSED = {  # flags of one process: words of the line
     "--cp 2 --dry-run --world-size 3": "--cp 2 3",
     "--tp 3 --dry-run": "--tp 3 num_attention_heads 8",

@@ -19,6 +19,7 @@ from support.checkpoints import saved
 from support.harness import Result, drop_after, run
 
 from common import hardware
+from lm import moe
 
 AMP, DDP, FSDP = "04_amp/train.py", "05_ddp/train.py", "06_fsdp_zero/train_fsdp.py"
 NANO = ("--model", "nano", "--no-compile")
@@ -167,6 +168,23 @@ def test_compiled_losses_are_near_eager(bf16, compiled, compiled_ddp):
     for run_with_it in (compiled, compiled_ddp):
         assert losses(run_with_it) == pytest.approx(losses(bf16), rel=1e-2)
         assert run_with_it.summary["val_loss"] == pytest.approx(bf16.summary["val_loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0), (0, 24, 0, 8)])
+def test_experts_without_rows_have_no_gradient(counts, gpus):
+    """grouped_mm of bf16, as on a rank of expert parallelism to which few tokens come, or none."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), 16, generator=generator, dtype=torch.bfloat16)
+    stack = torch.randn(len(counts), 32, 16, generator=generator, dtype=torch.bfloat16)
+    gradients = {}
+    for device in ("cpu", "cuda"):
+        weight = stack.to(device, copy=True).requires_grad_()
+        output = moe.multiply(rows.to(device), weight, torch.tensor(counts, device=device))
+        output.backward(torch.ones_like(output))
+        gradients[device] = weight.grad.cpu().float()
+    assert torch.allclose(gradients["cuda"], gradients["cpu"], rtol=2**-6, atol=2**-6)
+    for count, gradient in zip(counts, gradients["cuda"], strict=True):
+        assert count > 0 or gradient.eq(0).all()
 
 
 @pytest.mark.slow

@@ -78,6 +78,35 @@ def test_a_70b_needs_as_many_nodes_as_06_says(tmp_path):
     assert f"{offloaded:.1f} TB of the node's CPU memory" in text.replace("\n", " ")
 
 
+def test_a_30b_mixture_of_experts_takes_what_08_and_its_recipe_say(tmp_path):
+    chapter = page("08_model_parallel/README.md")
+    [command] = re.findall(rf"^python {ESTIMATE} (.*moe-30b-a3b.*)$", chapter, re.MULTILINE)
+    recipe = page("docs/finetune.md")
+    assert f"python {ESTIMATE} {command}\n" in recipe
+    rows = {  # of the recipe: what differs from the command
+        "all weights | full | 8 x 2,048": "",
+        "all weights | none | 8 x 2,048": "--checkpointing none",
+        "all weights | full | 512 x 4,096": "--seq-len 4096 --global-batch-size 512",
+        "adapters | full | 8 x 2,048": "--adapters 16",
+        "adapters | none | 8 x 4,096": "--adapters 16 --checkpointing none --seq-len 4096",
+    }
+    for name, flags in rows.items():
+        flags = shlex.split(f"{command} {flags} --json plan.json")
+        assert run(ESTIMATE, tmp_path, *flags).code == 0
+        plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+        assert plan["fits"]
+        seconds = plan["step_seconds"]
+        cells = f"{seconds:.0f}" if seconds > 10 else f"{seconds:.2f}"
+        cells += f" | {plan['tokens_per_second'] / 8:,.0f} |"
+        gib = f"{plan['total_bytes'] / 2**30:.0f}"
+        assert f"| {name} | {gib} | {cells}" in recipe
+        what = "adapters of attention" if "adapters" in name else "all weights"
+        if "| full | 8 x" in name:
+            assert f"| {what}, 8 x 2,048 tokens | {gib} GiB | {cells}" in chapter
+    states = plan["parameters"] * 16 / 8
+    assert f"{states / 2**30:.0f} GiB a rank" in recipe
+
+
 def test_what_else_is_in_a_gpus_memory_on_day_4(tmp_path):
     """The answer names the parts of llama-8b on 8 GPUs by the planner."""
     text = page("ONBOARDING.md").replace("\n", " ")

@@ -219,6 +219,18 @@ def test_what_divides_activations_and_experts():
     assert peak(shape, Plan(gpus=8, zero=3)).lines == replicated
 
 
+def test_rows_travel_four_times_a_layer_and_six_times_with_checkpointing():
+    shape = of_size("moe-30b-a3b")
+    plan = Plan(gpus=8, zero=3, ep=8)
+    slow = replace(H100, link=1e6)  # so that starting a collective takes no part
+    rows = plan.tokens * shape.active_experts * measured.EXPERT_IMBALANCE
+    sent = shape.layers * rows * shape.hidden * 2 * 7 / 8
+    for checkpointing, times in (("none", 4), ("selective", 4), ("full", 6)):
+        each = replace(plan, checkpointing=checkpointing)
+        seconds = step(shape, each, slow).causes["expert"]
+        assert seconds == pytest.approx(times * sent / (1e6 * measured.LINK), rel=1e-3)
+
+
 def test_gradients_that_accumulate_are_there_at_the_peak():
     shape = of_size("llama-1b")
     one, four = (peak(shape, Plan(seq_len=2048, micro_batches=n)).step_bytes() for n in (1, 4))
@@ -335,6 +347,17 @@ def test_what_is_found_fits_and_is_ranked():
         ValueError, match="--model llama-70b does not fit on --gpus 2 x NVIDIA H100"
     ):
         layouts(shape, replace(base, gpus=2), H100, sequences=2)
+
+
+def test_what_is_found_for_experts_is_what_train_3d_runs():
+    shape = of_size("moe-30b-a3b")
+    base = Plan(gpus=8, zero=3, loss="chunked", checkpointing="full")
+    size = {"micro_batch_size": 1, "checkpointing": "full"}
+    eager = [plan for plan, *_ in layouts(shape, base, H100, sequences=8, **size)]
+    assert {plan.ep for plan in eager} == {1, 2, 4, 8}
+    assert {plan.pp for plan in eager} == {1}
+    compiled = layouts(shape, replace(base, compile=True), H100, sequences=8, **size)
+    assert {plan.ep for plan, *_ in compiled} == {1}
 
 
 # The door
@@ -483,6 +506,8 @@ REFUSED = {  # flags: words of the message
     "--model nothing": ("--model nothing",),
     "--model config.json": ("gpt2", "llama"),
     "--global-batch-size 12 --gpus 8": ("--global-batch-size 12", "8"),
+    "--search --model moe-30b-a3b --gpus 8 --pp 2": ("--pp 2", "experts", "--ep"),
+    "--search --model moe-30b-a3b --gpus 8 --ep 8 --compile": ("--compile", "--ep 8"),
     "--search --model llama-405b --gpus 8": ("--model llama-405b", "--gpus 8"),
     "--inference --zero 3": ("--zero",),
     "--zero 1 --tp 2": ("--zero 1", "train_zero.py"),

@@ -68,6 +68,10 @@ def choose(
     size = given_size(args, batches)
     if size is None and not measures_on(device):
         size = batches.samples_per_rank
+    if size is None and getattr(args, "ep", 1) > 1:
+        # A rank's memory follows the router, which changes as it learns: a measurement at the first
+        # step says nothing of a later one.
+        return fixed(args, batches, device, most=1, estimate_flags=estimate_flags)
     if size is None:
         run = partial(forward_backward, model, batches, device, autocast, my_tokens)
         explain = partial(explain_out_of_memory, args, device, estimate_flags, measuring=True)

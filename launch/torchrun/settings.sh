@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What single_node.sh, multi_node.sh and elastic.sh have in common. They read this file.
+# What single_node.sh, multi_node.sh, elastic.sh and ../deepspeed/hostfile.sh have in common. They read this file.
 
 # --- SITE: the interface between the nodes, where they have several (`ip -brief address` lists them)
 # NCCL's start, and its data where there is no InfiniBand. =eth0 is exact, ^docker excludes. Unset, it takes ib* first,
@@ -37,7 +37,7 @@ procs=${NPROC_PER_NODE:-$(python -c "import torch; print(torch.cuda.device_count
 [[ $procs =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$procs is not a number of processes"
 slices=$(grep -o MIG- <<<"${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2>/dev/null)}" | wc -l) || true  # none is no error
 ((slices == 0 || procs == 1)) ||
-  fail "$procs processes on $slices MIG slices: CUDA gives a process one, and NCCL joins none. Take NPROC_PER_NODE=1"
+  fail "$procs processes on $slices MIG slices: CUDA shows each process the first one. NPROC_PER_NODE=1 runs one"
 # CPU cores for each process: torchrun alone would give it one
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > procs ? $(nproc) / procs : 1))}
 # shellcheck disable=SC2016  # torchrun replaces ${rank}. It writes the prefix with --tee
@@ -52,6 +52,9 @@ gloo_interface() {
   own=$(address_of "$(hostname)")
   head=$(address_of "$1")
   if [[ -n ${GLOO_SOCKET_IFNAME:-} || $1 =~ $loopback || -z $head || -n $own && ! $own =~ $loopback ]]; then
+    return 0
+  elif ! command -v ip >/dev/null; then
+    echo "${0##*/}: no ip here (iproute2), and $(hostname) is a loopback address: set GLOO_SOCKET_IFNAME" >&2
     return 0
   elif [[ $head =~ $loopback ]]; then  # this host is the head node
     route=$(ip -oneline route show default)
