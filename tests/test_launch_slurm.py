@@ -240,7 +240,23 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
     shutil.copy(ROOT / "05_ddp/train.py", cluster.repository / "05_ddp/train.py")
 
 
+# rank 0 fails at its start, and the signal with which srun then ends the other node comes before a step
+FAILS_EARLY = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    while not os.path.exists("rank-1-is-here"):
+        time.sleep(0.1)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+open("rank-1-is-here", "w").close()
+signal.pause()
+"""
+
+
 def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
+    (cluster.repository / "fails_early.py").write_text(FAILS_EARLY, encoding="utf-8")
+    words = ["--nodes=2", SHARED, TRAIN]
+    early = cluster.submit(*words, PROCS_PER_NODE="1", SCRIPT="fails_early.py", PREFLIGHT="0")
     words = ["--gpus-per-node=2", SHARED, TRAIN, "--lr", "-1"]
     failed = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1"))
     endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
@@ -251,6 +267,8 @@ def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
     cancelled.ends("CANCELLED", restarts=0)
     failed.ends("FAILED", restarts=0)
     assert "error: argument --lr" in failed.log
+    Run(cluster, early).ends("FAILED", restarts=0)
+    assert cluster.show(early)["ExitCode"] == "75:0"
     assert "--device=cuda" in failed.log  # GPUs that Slurm gave and torch does not see are an error
 
 
