@@ -260,11 +260,15 @@ def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
     words = ["--gpus-per-node=2", SHARED, TRAIN, "--lr", "-1"]
     failed = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1"))
     endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
-    words = ["--array=8", SHARED, TRAIN, *endless]
-    cancelled = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1") + "_8")
-    until(lambda: cancelled.saved() > 0)  # it could go on, but its owner does not want it to
+    words = ["--array=8-9", SHARED, TRAIN, *endless]
+    array = cluster.submit(*words, PROCS_PER_NODE="1")
+    cancelled, stopped = (Run(cluster, f"{array}_{index}") for index in (8, 9))
+    # they could go on, but their owner does not want it
+    until(lambda: cancelled.saved() > 0 and stopped.saved() > 0)
     cluster.command("scancel", cancelled.job)
+    (stopped.folder / "stop").touch()
     cancelled.ends("CANCELLED", restarts=0)
+    stopped.ends("COMPLETED", restarts=0)
     failed.ends("FAILED", restarts=0)
     assert "error: argument --lr" in failed.log
     Run(cluster, early).ends("FAILED", restarts=0)
