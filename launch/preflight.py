@@ -20,8 +20,12 @@ ignores all others:
 The exit code is the same on all nodes: 0 if training may start, 1 if a node or a link is bad, 2 for
 a wrong setting. Node 0 prints the bad nodes, with the flag of sbatch that leaves them out. The port
 is free again afterwards. If the same nodes have passed within the hour, with the same --run-dir, as
-before a requeue, only the nodes' names are compared. A check of GPU nodes is expected to take less
-than a minute.
+before a requeue, only the nodes' names are compared. train.sbatch deletes preflight.json from this
+folder after a failure, for a node may have broken. Without Slurm, delete it by hand. A check of GPU
+nodes is expected to take less than a minute.
+
+launch/torchrun/multi_node.sh, and so train.sbatch, runs this if there are several nodes.
+PREFLIGHT=0 leaves it out.
 
 A pair is slow if it is below MIN_BUS_GB_PER_S (an environment variable, in GB/s as nccl-tests
 defines bus bandwidth), or below half of the fastest pair. Set it: of two nodes there is one pair,

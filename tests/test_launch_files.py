@@ -546,6 +546,10 @@ WRONG = {
         {**JOB, "PROCS_PER_NODE": "1", "MAX_REQUEUES": "many"},
         ["train: error: ", "MAX_REQUEUES=many"],
     ),
+    "train.sbatch that never fails": (
+        {**JOB, "PROCS_PER_NODE": "1", "MAX_FAILURES": "none"},
+        ["train: error: ", "MAX_FAILURES=none"],
+    ),
     "train.sbatch on unequal nodes": (
         {**JOB, "PROCS_PER_NODE": "1", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32"},
         ["train: error: ", "64(x2),32 CPUs"],

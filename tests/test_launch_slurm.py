@@ -65,6 +65,7 @@ def undisturbed(cluster) -> dict[str, Result]:
             PROCS_PER_NODE="1",
             SCRIPT=FSDP,
             RUN_DIR="many/run",
+            PREFLIGHT="1",
         ),
     ]
     for job in jobs:
@@ -95,6 +96,7 @@ def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_pr
     assert rank_logs(one) == ["node-0", "node-0"]
     assert rank_logs(many) == ["node-0", "node-1"]
     assert many.summary["script"] == FSDP
+    assert "preflight: 2 nodes are fit" in many.out
 
 
 def test_inference_on_one_node_and_on_two(cluster):
@@ -256,7 +258,7 @@ signal.pause()
 def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
     (cluster.repository / "fails_early.py").write_text(FAILS_EARLY, encoding="utf-8")
     words = ["--nodes=2", SHARED, TRAIN]
-    early = cluster.submit(*words, PROCS_PER_NODE="1", SCRIPT="fails_early.py", PREFLIGHT="0")
+    early = cluster.submit(*words, PROCS_PER_NODE="1", SCRIPT="fails_early.py")
     words = ["--gpus-per-node=2", SHARED, TRAIN, "--lr", "-1"]
     failed = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1"))
     endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
@@ -315,7 +317,7 @@ def test_a_failed_run_goes_on_as_long_as_it_gets_further(cluster):
     stuck = submit_long(cluster)
     until(stuck.trains)
     stuck.signal(signal.SIGKILL)
-    moving = submit_long(cluster, save_every=25, MAX_REQUEUES="1")
+    moving = submit_long(cluster, save_every=25, MAX_FAILURES="1")
     reached = 0
     for _ in range(2):
         until(lambda reached=reached: moving.saved() > reached)
@@ -325,7 +327,7 @@ def test_a_failed_run_goes_on_as_long_as_it_gets_further(cluster):
     stuck.ends("FAILED", restarts=0)
     moving.ends("FAILED", restarts=1)
     assert "resuming from" in moving.log
-    assert "MAX_REQUEUES=1" in moving.log
+    assert "MAX_FAILURES=1" in moving.log
 
 
 REFUSED = [  # words for sbatch, and of the one line

@@ -158,6 +158,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     repository = folder / "repository"
     repository.mkdir()
     for name in (
+        "01_devices",
         "05_ddp",
         "06_fsdp_zero",
         "08_model_parallel",
@@ -178,7 +179,7 @@ def start(folder: Path) -> Iterator[Cluster]:
         for name, value in clean_env().items()
         if not name.startswith(("SLURM", "SBATCH", "SRUN"))
     }
-    env |= {"PATH": path(), "SLURM_CONF": str(folder / "slurm.conf")}
+    env |= {"PATH": path(), "SLURM_CONF": str(folder / "slurm.conf"), "PREFLIGHT": "0"}
     cluster = Cluster(repository, env)
     munge = {
         "socket": "socket",
