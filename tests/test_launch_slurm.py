@@ -28,6 +28,8 @@ def cluster(tmp_path_factory):
         pytest.skip(reason)
     with slurm_cluster.start(tmp_path_factory.mktemp("slurm")) as cluster:
         write_tiny(cluster.repository)
+        (cluster.repository / "models/own").mkdir(parents=True)
+        (cluster.repository / "models/own/config.json").touch()
         yield cluster
 
 
@@ -93,9 +95,11 @@ def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_pr
         assert result.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
         assert "[rank 0]: step" in result.out
         assert "--cpus-per-task=4" in result.out  # all of the node
-    assert rank_logs(one) == ["node-0", "node-0"]
+    assert rank_logs(one) == ["node-0", "node-0"]  # of 3 GPUs, of which --exclusive gives all
     assert rank_logs(many) == ["node-0", "node-1"]
     assert many.summary["script"] == FSDP
+    [model] = many.folder.glob("run/slurm-*/code/models/own/config.json")
+    assert model.is_symlink()
     assert "preflight: 2 nodes are fit" in many.out
 
 
@@ -221,6 +225,8 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
         "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
     )
     goes_on(other)
+
+    assert [path.name for path in cluster.repository.glob(f"runs/*{array}*/**/code")] == ["code"]
 
     for seed, run in enumerate(runs):
         state = cluster.finished(run.job)

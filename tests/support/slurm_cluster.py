@@ -45,8 +45,8 @@ KillWait=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName=127.0.0.1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:2
-NodeName=127.0.0.2 NodeAddr=127.0.0.2 Port={ports[2]} CPUs=4 Gres=gpu:2
+NodeName=127.0.0.1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:3
+NodeName=127.0.0.2 NodeAddr=127.0.0.2 Port={ports[2]} CPUs=4 Gres=gpu:3
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=cancel Nodes=ALL PriorityTier=1 GraceTime=1 PreemptMode=CANCEL
 PartitionName=high Nodes=ALL PriorityTier=2
@@ -154,7 +154,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     )
     (folder / "slurm.conf").write_text(config, encoding="utf-8")
     # Slurm counts device files
-    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n", encoding="utf-8")
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero,/dev/full\n", encoding="utf-8")
     repository = folder / "repository"
     repository.mkdir()
     for name in (
