@@ -155,7 +155,9 @@ def run(commands: list[list[str]], environments: list[dict], seconds: float) -> 
             except subprocess.TimeoutExpired:
                 in_time = False
                 process.kill()
-                process.wait()
+                # A process that waits for a broken driver does not die of it.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=5)
         if not in_time:
             return False, f"no answer in {seconds:.0f} s"
         output.seek(0)
