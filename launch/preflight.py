@@ -199,7 +199,9 @@ def measure_pair(args: argparse.Namespace, pair: tuple[int, int]) -> dict:
         ranks = {"RANK": first_rank + local_rank, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local_rank}
         store = {"MASTER_ADDR": args.master_addr, "MASTER_PORT": args.master_port}
         named = {name: str(value) for name, value in (ranks | store).items()}
-        environments.append(os.environ | {"OMP_NUM_THREADS": "1"} | named)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | named
+        environment.pop("NCCL_DEBUG", None)  # the last line is the rate
+        environments.append(environment)
     command = [sys.executable, str(ROOT / "launch/_preflight_pair.py"), f"{pair[0]}-{pair[1]}"]
     ok, output = run([command] * count, environments, PAIR_SECONDS)
     rate = float(output) if ok and args.node_rank == pair[0] else 0.0

@@ -171,6 +171,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     ):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, repository / name, ignore=ignored)
+    shutil.copy(ROOT / "requirements.txt", repository)  # doctor.py reads it
     for words in (["init", "--quiet"], ["add", "."]):
         subprocess.run(["git", *words], cwd=repository, check=True, timeout=600)
 
