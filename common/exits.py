@@ -54,8 +54,8 @@ OUT_OF_MEMORY = (
 # The `with` block around main, for what must be closed or must know how main ended. `run` ends with
 # os._exit, which skips atexit. A callback gets the error of main, and may raise UserError instead.
 at_exit = contextlib.ExitStack()
-# The numbers of the signals that runtime.catch_stop_signals has noted, and STOP_FILE. The handler of
-# a signal has no caller, so this is a variable of the module.
+# The numbers of the signals that runtime.catch_stop_signals has noted, and STOP_FILE. The handler
+# of a signal has no caller, so this is a variable of the module.
 stop_signals: list[int] = []
 # Errors that it has raised: a signal before training had begun, and a second Ctrl-C.
 early_stops: list[BaseException] = []

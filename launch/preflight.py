@@ -118,8 +118,11 @@ class Meeting:
 
 def examine_node(run_dir: Path | None) -> list[str]:
     """Run doctor.py on this node. Return what failed, a line for each check."""
-    environment = dict(os.environ)
-    environment.pop("MASTER_PORT", None)  # this program listens there
+    # Without the port of this program, and what torchrun reads: doctor.py runs one of its own.
+    environment = {}
+    for name, value in os.environ.items():
+        if name != "MASTER_PORT" and not name.startswith("PET_"):
+            environment[name] = value
     with tempfile.TemporaryDirectory() as folder:
         summary = Path(folder) / "doctor.json"
         argv = [sys.executable, ROOT / "01_devices/doctor.py", "--json", summary]

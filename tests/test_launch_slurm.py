@@ -248,7 +248,7 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
     shutil.copy(ROOT / "05_ddp/train.py", cluster.repository / "05_ddp/train.py")
 
 
-# rank 0 fails at its start, and the signal with which srun then ends the other node comes before a step
+# rank 0 fails at its start, and srun then ends the other node before a step
 FAILS_EARLY = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":

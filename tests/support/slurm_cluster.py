@@ -154,7 +154,9 @@ def start(folder: Path) -> Iterator[Cluster]:
     )
     (folder / "slurm.conf").write_text(config, encoding="utf-8")
     # Slurm counts device files
-    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero,/dev/full\n", encoding="utf-8")
+    (folder / "gres.conf").write_text(
+        "Name=gpu File=/dev/null,/dev/zero,/dev/full\n", encoding="utf-8"
+    )
     repository = folder / "repository"
     repository.mkdir()
     for name in (
