@@ -22,6 +22,8 @@ from common import output
 FAILURE_EXIT_CODE = 1
 USER_ERROR_EXIT_CODE = 2
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped on a signal, start me again
+# The file `stop` in the folder of the run. In stop_signals, numbers below 65 are those of signals.
+STOP_FILE = 128
 KEYBOARD_INTERRUPT_EXIT_CODE = 130  # as a shell reports a program that Ctrl-C ended
 
 # A disk that is full, read-only, broken or gone, a file that may not be written or is too large.
@@ -52,8 +54,8 @@ OUT_OF_MEMORY = (
 # The `with` block around main, for what must be closed or must know how main ended. `run` ends with
 # os._exit, which skips atexit. A callback gets the error of main, and may raise UserError instead.
 at_exit = contextlib.ExitStack()
-# The numbers of the signals that runtime.catch_stop_signals has noted. The handler of a signal has
-# no caller, so this is a variable of the module.
+# The numbers of the signals that runtime.catch_stop_signals has noted, and STOP_FILE. The handler
+# of a signal has no caller, so this is a variable of the module.
 stop_signals: list[int] = []
 # Errors that it has raised: a signal before training had begun, and a second Ctrl-C.
 early_stops: list[BaseException] = []
@@ -76,7 +78,8 @@ def run(main: Callable[[], int]) -> None:
     """Run main and end the process with the exit code that it returns.
 
     UserError, a full disk and too little memory print one line and end with 2. StopSignalError ends
-    with 75. Ctrl-C ends with 130. Any other exception prints its traceback and ends with 1.
+    with 75. Ctrl-C ends with 130. Any other exception prints its traceback and ends with 1. A run
+    that the file `stop` has ended is done: 0.
     """
     global _main_is_running
     output.use_utf8()
@@ -93,8 +96,10 @@ def run(main: Callable[[], int]) -> None:
         raise
     except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
         code = _report_error(error)
-    if code == REQUEUE_EXIT_CODE and set(stop_signals) == {signal.SIGINT}:
-        # What starts a job again must not do it after Ctrl-C.
+    # What starts a job again must not do it after Ctrl-C, or after the file `stop`.
+    if code == REQUEUE_EXIT_CODE and STOP_FILE in stop_signals:
+        code = 0
+    elif code == REQUEUE_EXIT_CODE and set(stop_signals) == {signal.SIGINT}:
         code = KEYBOARD_INTERRUPT_EXIT_CODE
 
     for child in multiprocessing.active_children():  # data loading workers

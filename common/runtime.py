@@ -23,7 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import cli, exits, files, torch_versions
-from common.exits import USER_ERROR_EXIT_CODE, StopSignalError, UserError, stop_signals
+from common.exits import (
+    STOP_FILE,
+    USER_ERROR_EXIT_CODE,
+    StopSignalError,
+    UserError,
+    stop_signals,
+)
 from common.progress import print_line
 
 T = TypeVar("T")
@@ -41,8 +47,6 @@ LAUNCHERS_WITHOUT_RANK = (
 LONGEST_TIMEOUT = 10**9  # seconds. The clocks of gloo and NCCL count nanoseconds in 64 bits
 _left_groups: list[dist.ProcessGroup] = []  # filled by shutdown, which says why
 _training_has_begun = False  # set by stop_requested
-# The file `stop` in the folder of the run, where other numbers are those of signals, below 65.
-STOP_FILE = 128
 SECONDS_BETWEEN_LOOKS = 1.0
 _watched_folder: Path | None = None  # on rank 0
 _next_look = 0.0

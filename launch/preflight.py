@@ -20,8 +20,12 @@ ignores all others:
 The exit code is the same on all nodes: 0 if training may start, 1 if a node or a link is bad, 2 for
 a wrong setting. Node 0 prints the bad nodes, with the flag of sbatch that leaves them out. The port
 is free again afterwards. If the same nodes have passed within the hour, with the same --run-dir, as
-before a requeue, only the nodes' names are compared. A check of GPU nodes is expected to take less
-than a minute.
+before a requeue, only the nodes' names are compared. train.sbatch deletes preflight.json from this
+folder after a failure, for a node may have broken. Without Slurm, delete it by hand. A check of GPU
+nodes is expected to take less than a minute.
+
+launch/torchrun/multi_node.sh, and so train.sbatch, runs this if there are several nodes.
+PREFLIGHT=0 leaves it out.
 
 A pair is slow if it is below MIN_BUS_GB_PER_S (an environment variable, in GB/s as nccl-tests
 defines bus bandwidth), or below half of the fastest pair. Set it: of two nodes there is one pair,
@@ -114,8 +118,11 @@ class Meeting:
 
 def examine_node(run_dir: Path | None) -> list[str]:
     """Run doctor.py on this node. Return what failed, a line for each check."""
-    environment = dict(os.environ)
-    environment.pop("MASTER_PORT", None)  # this program listens there
+    # Without the port of this program, and what torchrun reads: doctor.py runs one of its own.
+    environment = {}
+    for name, value in os.environ.items():
+        if name != "MASTER_PORT" and not name.startswith("PET_"):
+            environment[name] = value
     with tempfile.TemporaryDirectory() as folder:
         summary = Path(folder) / "doctor.json"
         argv = [sys.executable, ROOT / "01_devices/doctor.py", "--json", summary]
@@ -151,7 +158,9 @@ def run(commands: list[list[str]], environments: list[dict], seconds: float) -> 
             except subprocess.TimeoutExpired:
                 in_time = False
                 process.kill()
-                process.wait()
+                # A process that waits for a broken driver does not die of it.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=5)
         if not in_time:
             return False, f"no answer in {seconds:.0f} s"
         output.seek(0)
@@ -193,7 +202,9 @@ def measure_pair(args: argparse.Namespace, pair: tuple[int, int]) -> dict:
         ranks = {"RANK": first_rank + local_rank, "WORLD_SIZE": 2 * count, "LOCAL_RANK": local_rank}
         store = {"MASTER_ADDR": args.master_addr, "MASTER_PORT": args.master_port}
         named = {name: str(value) for name, value in (ranks | store).items()}
-        environments.append(os.environ | {"OMP_NUM_THREADS": "1"} | named)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | named
+        environment.pop("NCCL_DEBUG", None)  # the last line is the rate
+        environments.append(environment)
     command = [sys.executable, str(ROOT / "launch/_preflight_pair.py"), f"{pair[0]}-{pair[1]}"]
     ok, output = run([command] * count, environments, PAIR_SECONDS)
     rate = float(output) if ok and args.node_rank == pair[0] else 0.0

@@ -18,7 +18,14 @@ READMES = [
     *ROOT.glob("launch/**/*.md"),
 ]
 SCRIPTS = [*ROOT.glob("[0-9]*/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("launch/*.py")]
-WITHOUT_COMMANDS = ("CHANGELOG.md", "estimate.md", "flags.md", "glossary.md", "scripts.md")
+WITHOUT_COMMANDS = (
+    "CHANGELOG.md",
+    "estimate.md",
+    "flags.md",
+    "glossary.md",
+    "launch_mistakes.md",
+    "scripts.md",
+)
 COMMAND = re.compile(
     r"(?:^|\s|`)((?:torchrun|python3?|make|pytest) [^`#\n]+?)(?:`|\s{2,}[a-z]|\s+#|$)", re.MULTILINE
 )

@@ -86,8 +86,9 @@ def test_kubernetes_schemas():
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": spec}
     for version in ("1.33.0", "1.37.0"):  # the oldest that the file names, the newest known
         for infiniband in (False, True):
-            for found in documents("indexed-job.yaml", infiniband=infiniband).values():
-                validate(found, version, strict=True)
+            for file in ("checkpoints.yaml", "indexed-job.yaml"):
+                for found in documents(file, infiniband=infiniband).values():
+                    validate(found, version, strict=True)
         validate(job, version, strict=True)
 
 
@@ -134,7 +135,9 @@ def test_a_pod_mounts_what_there_is_and_runs_as_the_images_user(file):
     pod, container = pods()[file]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-    claim = documents("indexed-job.yaml")["PersistentVolumeClaim"]
+    claim = documents("checkpoints.yaml")["PersistentVolumeClaim"]
+    # `kubectl delete --filename` of a job's file must not delete the checkpoints
+    assert "PersistentVolumeClaim" not in documents(file)
     assert mounts["/checkpoints"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
@@ -446,7 +449,7 @@ def test_what_a_browser_reaches_wants_a_password():
 
 def test_the_image_is_that_of_this_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    files = [DOCKER / "Dockerfile", *COMPOSE, *KUBERNETES.glob("*.yaml")]
+    files = [DOCKER / "Dockerfile", *COMPOSE, *KUBERNETES.glob("*job.yaml")]
     for file in files:
         tags = re.findall(r"gpu-training:([\d.]+)", file.read_text(encoding="utf-8"))
         assert set(tags) == {version["version"]}, file
@@ -542,6 +545,10 @@ WRONG = {
     "train.sbatch of many": (
         {**JOB, "PROCS_PER_NODE": "1", "MAX_REQUEUES": "many"},
         ["train: error: ", "MAX_REQUEUES=many"],
+    ),
+    "train.sbatch that never fails": (
+        {**JOB, "PROCS_PER_NODE": "1", "MAX_FAILURES": "none"},
+        ["train: error: ", "MAX_FAILURES=none"],
     ),
     "train.sbatch on unequal nodes": (
         {**JOB, "PROCS_PER_NODE": "1", "SLURM_JOB_CPUS_PER_NODE": "64(x2),32"},

@@ -28,6 +28,8 @@ def cluster(tmp_path_factory):
         pytest.skip(reason)
     with slurm_cluster.start(tmp_path_factory.mktemp("slurm")) as cluster:
         write_tiny(cluster.repository)
+        (cluster.repository / "models/own").mkdir(parents=True)
+        (cluster.repository / "models/own/config.json").touch()
         yield cluster
 
 
@@ -65,6 +67,7 @@ def undisturbed(cluster) -> dict[str, Result]:
             PROCS_PER_NODE="1",
             SCRIPT=FSDP,
             RUN_DIR="many/run",
+            PREFLIGHT="1",
         ),
     ]
     for job in jobs:
@@ -91,9 +94,13 @@ def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_pr
         assert result.summary["world_size"] == 2
         assert result.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
         assert "[rank 0]: step" in result.out
-    assert rank_logs(one) == ["node-0", "node-0"]
+        assert "--cpus-per-task=4" in result.out  # all of the node
+    assert rank_logs(one) == ["node-0", "node-0"]  # of 3 GPUs, of which --exclusive gives all
     assert rank_logs(many) == ["node-0", "node-1"]
     assert many.summary["script"] == FSDP
+    [model] = many.folder.glob("run/slurm-*/code/models/own/config.json")
+    assert model.is_symlink()
+    assert "preflight: 2 nodes are fit" in many.out
 
 
 def test_inference_on_one_node_and_on_two(cluster):
@@ -219,6 +226,8 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
     )
     goes_on(other)
 
+    assert [path.name for path in cluster.repository.glob(f"runs/*{array}*/**/code")] == ["code"]
+
     for seed, run in enumerate(runs):
         state = cluster.finished(run.job)
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), run.log
@@ -239,18 +248,39 @@ def test_a_signalled_and_a_preempted_run_go_on_by_themselves(cluster, tmp_path):
     shutil.copy(ROOT / "05_ddp/train.py", cluster.repository / "05_ddp/train.py")
 
 
+# rank 0 fails at its start, and srun then ends the other node before a step
+FAILS_EARLY = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    while not os.path.exists("rank-1-is-here"):
+        time.sleep(0.1)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+open("rank-1-is-here", "w").close()
+signal.pause()
+"""
+
+
 def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
-    words = ["--gpus-per-node=2", TRAIN, "--lr", "-1"]
+    (cluster.repository / "fails_early.py").write_text(FAILS_EARLY, encoding="utf-8")
+    words = ["--nodes=2", SHARED, TRAIN]
+    early = cluster.submit(*words, PROCS_PER_NODE="1", SCRIPT="fails_early.py")
+    words = ["--gpus-per-node=2", SHARED, TRAIN, "--lr", "-1"]
     failed = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1"))
     endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
-    words = ["--array=8", SHARED, TRAIN, *endless]
-    cancelled = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1") + "_8")
-    until(lambda: cancelled.saved() > 0)  # it could go on, but its owner does not want it to
+    words = ["--array=8-9", SHARED, TRAIN, *endless]
+    array = cluster.submit(*words, PROCS_PER_NODE="1")
+    cancelled, stopped = (Run(cluster, f"{array}_{index}") for index in (8, 9))
+    # they could go on, but their owner does not want it
+    until(lambda: cancelled.saved() > 0 and stopped.saved() > 0)
     cluster.command("scancel", cancelled.job)
+    (stopped.folder / "stop").touch()
     cancelled.ends("CANCELLED", restarts=0)
+    stopped.ends("COMPLETED", restarts=0)
     failed.ends("FAILED", restarts=0)
     assert "error: argument --lr" in failed.log
-    assert "--cpus-per-task=4" in failed.log  # all of the node
+    Run(cluster, early).ends("FAILED", restarts=0)
+    assert cluster.show(early)["ExitCode"] == "75:0"
     assert "--device=cuda" in failed.log  # GPUs that Slurm gave and torch does not see are an error
 
 
@@ -293,7 +323,7 @@ def test_a_failed_run_goes_on_as_long_as_it_gets_further(cluster):
     stuck = submit_long(cluster)
     until(stuck.trains)
     stuck.signal(signal.SIGKILL)
-    moving = submit_long(cluster, save_every=25, MAX_REQUEUES="1")
+    moving = submit_long(cluster, save_every=25, MAX_FAILURES="1")
     reached = 0
     for _ in range(2):
         until(lambda reached=reached: moving.saved() > reached)
@@ -303,7 +333,7 @@ def test_a_failed_run_goes_on_as_long_as_it_gets_further(cluster):
     stuck.ends("FAILED", restarts=0)
     moving.ends("FAILED", restarts=1)
     assert "resuming from" in moving.log
-    assert "MAX_REQUEUES=1" in moving.log
+    assert "MAX_FAILURES=1" in moving.log
 
 
 REFUSED = [  # words for sbatch, and of the one line

@@ -136,6 +136,7 @@ class Job:
             "NODE_RANK": str(index),
             "NPROC_PER_NODE": "1",
             "PATH": PATH,
+            "PREFLIGHT": "0",
         }
         settings |= {"SCRIPT": str(self.folder / "hold.py"), "JOIN_TIMEOUT_SECONDS": "60", **env}
         argv = [str(LAUNCH / script), *flags(self.folder), *extra]
@@ -350,6 +351,7 @@ WRONG = {
         "MASTER_ADDR=node0.invalid",
         "MASTER_PORT=70000",
         "JOIN_TIMEOUT_SECONDS=5m",
+        "PREFLIGHT=no",
     ],
     "elastic.sh": [
         "NNODES=3:2",
@@ -397,6 +399,7 @@ def test_a_port_in_use(tmp_path, script):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env["PREFLIGHT"] = "0"
         if script == "elastic.sh":
             env = {"NNODES": "1:2", "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
         process = start([str(LAUNCH / script)], tmp_path, NPROC_PER_NODE="1", PATH=PATH, **env)

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from common import files, output, report
-from common.exits import UserError, writing
+from common.exits import STOP_FILE, UserError, writing
 from common.hardware import device_name
 from common.progress import print_line
 from common.runtime import (
-    STOP_FILE,
     all_gather,
     full_tensor,
     is_rank0,
@@ -319,7 +318,7 @@ class Meter:
         self._print_what_is_left(step)
 
     def _print_what_is_left(self, step: int) -> None:
-        """Print the folder of the run, its picture, and the command that asks its model."""
+        """Print the folder of the run and its picture, how to ask its model, and how to go on."""
         print(f"\nrun:     {self.folder}")
         picture = self.folder / "loss.png"
         if picture.is_file():
@@ -330,6 +329,9 @@ class Meter:
         command = run_folder.command_to_ask(self.folder, step)
         if command is not None:
             print(f"ask it:  {command}")
+        if step < self.steps and (self.folder / f"step-{step:08d}").is_dir():
+            folder = shlex.quote(str(self.folder))
+            print(f"go on:   the same command with --run-dir {folder} --resume")
 
     def print_stop(self, number: int, step: int, keep: int) -> None:
         """Print on rank 0 what has stopped the run after `step`: see stop_requested for `number`.

@@ -7,7 +7,8 @@
 # first one's MASTER_PORT. Flags go to the training script, SCRIPT. --run-dir is on storage that all hosts see.
 # Without this file the launcher wants ssh to every host, without a password, and pdsh; then one command on one of them
 # does the same: deepspeed --hostfile hosts 06_fsdp_zero/train_zero.py ...
-# After SIGTERM to this script the ranks save and end, with exit code 75. `deepspeed` itself would leave them running.
+# After SIGTERM, SIGUSR1 or SIGHUP to this script the ranks save and end, with exit code 75. `deepspeed` itself would
+# leave them running.
 set -euo pipefail
 fail() { echo "hostfile.sh: error: $*" >&2; exit 2; }
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -56,7 +57,7 @@ stop() {
   child=$(pgrep -P "$deepspeed") || return 0
   pkill -TERM -P "$child" || kill -TERM "$child" "$deepspeed"  # if there are no ranks yet
 }
-trap stop TERM
+trap stop TERM USR1 HUP
 code=0
 wait "$deepspeed" || code=$?
 while kill -0 "$deepspeed" 2>/dev/null; do  # the first wait ends with the signal, not with the job

@@ -5,22 +5,28 @@
 #
 # MASTER_ADDR is node 0. The nodes meet there, on port MASTER_PORT (29500): two jobs need two ports. Node 0 has rank 0.
 # Flags go to the training script, SCRIPT. --run-dir is on storage that all nodes see. A lost node or link ends the job
-# on every node with an error, soon after COLLECTIVE_TIMEOUT_SECONDS. The same commands go on from the newest
-# checkpoint. NPROC_PER_NODE is the number of processes per node: its GPUs, unless you set it. settings.sh has what your
-# site may have to change. The exit code is 75 if the ranks were told to stop and have saved.
+# on every node with an error, soon after COLLECTIVE_TIMEOUT_SECONDS. When all have ended, the same commands go on from
+# the newest checkpoint. NPROC_PER_NODE is the number of processes per node: its GPUs, unless you set it. settings.sh has what your
+# site may have to change. The exit code is 75 if the ranks were told to stop and have saved. Before the training,
+# launch/preflight.py checks nodes and links, except with PREFLIGHT=0.
 set -euo pipefail
 # shellcheck source=launch/torchrun/settings.sh
 . "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 [[ ${NNODES:-} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=${NNODES:-} is not a number of nodes: NNODES=2"
-[[ ${NODE_RANK:-} =~ ^[0-9]+$ && $NODE_RANK -lt $NNODES ]] ||
+[[ ${NODE_RANK:-} =~ ^(0|[1-9][0-9]*)$ && $NODE_RANK -lt $NNODES ]] ||
   fail "NODE_RANK=${NODE_RANK:-} is not this node's number, 0 to $((NNODES - 1)): NODE_RANK=0 on MASTER_ADDR"
 head=${MASTER_ADDR:-}
 port=${MASTER_PORT:-29500}
 [[ $port =~ ^[1-9][0-9]*$ && $port -lt 65536 ]] || fail "MASTER_PORT=$port is not a port"
+[[ ${PREFLIGHT:=1} =~ ^[01]$ ]] || fail "PREFLIGHT=$PREFLIGHT is neither 0 nor 1"
 [[ -n $(address_of "$head") ]] || fail "MASTER_ADDR=$head does not resolve on $(hostname): name node 0"
 gloo_interface "$head"
 
+if ((NNODES > 1 && PREFLIGHT)); then
+  JOIN_TIMEOUT_SECONDS=$join python "$repo/launch/preflight.py" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
+    --nproc-per-node="$procs" --master-addr="$head" --master-port="$port" "$@"
+fi
 if ((NODE_RANK > 0)); then  # torchrun waits too, but prints a stack at each try
   until timeout 5 bash -c ": </dev/tcp/$head/$port" 2>/dev/null; do
     ((SECONDS < join)) ||

@@ -53,10 +53,10 @@ gloo_interface() {
   head=$(address_of "$1")
   if [[ -n ${GLOO_SOCKET_IFNAME:-} || $1 =~ $loopback || -z $head || -n $own && ! $own =~ $loopback ]]; then
     return 0
-  elif ! command -v ip >/dev/null; then
-    echo "${0##*/}: no ip here (iproute2), and $(hostname) is a loopback address: set GLOO_SOCKET_IFNAME" >&2
-    return 0
-  elif [[ $head =~ $loopback ]]; then  # this host is the head node
+  fi
+  command -v ip >/dev/null ||
+    fail "$(hostname) is a loopback address here, and there is no ip (iproute2): set GLOO_SOCKET_IFNAME"
+  if [[ $head =~ $loopback ]]; then  # this host is the head node
     route=$(ip -oneline route show default)
   else  # the route from the head node to itself is the loopback: look for the interface that has the address
     route=$(ip -oneline address show to "$head" | awk '{ print "dev", $2 }')

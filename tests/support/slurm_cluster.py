@@ -45,8 +45,8 @@ KillWait=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName=127.0.0.1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:2
-NodeName=127.0.0.2 NodeAddr=127.0.0.2 Port={ports[2]} CPUs=4 Gres=gpu:2
+NodeName=127.0.0.1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:3
+NodeName=127.0.0.2 NodeAddr=127.0.0.2 Port={ports[2]} CPUs=4 Gres=gpu:3
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=cancel Nodes=ALL PriorityTier=1 GraceTime=1 PreemptMode=CANCEL
 PartitionName=high Nodes=ALL PriorityTier=2
@@ -154,10 +154,13 @@ def start(folder: Path) -> Iterator[Cluster]:
     )
     (folder / "slurm.conf").write_text(config, encoding="utf-8")
     # Slurm counts device files
-    (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n", encoding="utf-8")
+    (folder / "gres.conf").write_text(
+        "Name=gpu File=/dev/null,/dev/zero,/dev/full\n", encoding="utf-8"
+    )
     repository = folder / "repository"
     repository.mkdir()
     for name in (
+        "01_devices",
         "05_ddp",
         "06_fsdp_zero",
         "08_model_parallel",
@@ -170,6 +173,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     ):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, repository / name, ignore=ignored)
+    shutil.copy(ROOT / "requirements.txt", repository)  # doctor.py reads it
     for words in (["init", "--quiet"], ["add", "."]):
         subprocess.run(["git", *words], cwd=repository, check=True, timeout=600)
 
@@ -178,7 +182,7 @@ def start(folder: Path) -> Iterator[Cluster]:
         for name, value in clean_env().items()
         if not name.startswith(("SLURM", "SBATCH", "SRUN"))
     }
-    env |= {"PATH": path(), "SLURM_CONF": str(folder / "slurm.conf")}
+    env |= {"PATH": path(), "SLURM_CONF": str(folder / "slurm.conf"), "PREFLIGHT": "0"}
     cluster = Cluster(repository, env)
     munge = {
         "socket": "socket",
