@@ -21,16 +21,17 @@ def shard_groups(model: nn.Module, options: dict) -> None:
     """Shard a model in the groups that train_fsdp.py shows, with these options of fully_shard."""
     for block in model.model.layers.values():
         fully_shard(block, **options)
-        if isinstance(block.mlp, Mixture) and isinstance(block.mlp.experts, FSDPModule):
-            # Of shard_experts, where the CPU waits for the sizes of an exchange. So start the
-            # all-gather of the experts before attention.
-            block.set_modules_to_forward_prefetch([block.mlp.experts])
     if not model.config.tie_word_embeddings:
         fully_shard(model.model.embed_tokens, **options)
         model.model.embed_tokens.set_unshard_in_backward(False)
         head_options = options | {"reshard_after_forward": False}
         fully_shard([model.model.norm, model.lm_head], **head_options)
     fully_shard(model, **options)
+    for block in model.model.layers.values():
+        if isinstance(block.mlp, Mixture) and isinstance(block.mlp.experts, FSDPModule):
+            # Of shard_experts, where the CPU waits for the sizes of an exchange. So start the
+            # all-gather of the experts before attention.
+            block.set_modules_to_forward_prefetch([block.mlp.experts])
 
 
 def shard_experts(model: nn.Module, expert_ranks: int, options: dict) -> None:
