@@ -8,7 +8,8 @@
 # on every node with an error, soon after COLLECTIVE_TIMEOUT_SECONDS. When all have ended, the same commands go on from
 # the newest checkpoint. NPROC_PER_NODE is the number of processes per node: its GPUs, unless you set it. settings.sh has what your
 # site may have to change. The exit code is 75 if the ranks were told to stop and have saved. Before the training,
-# launch/preflight.py checks nodes and links, except with PREFLIGHT=0.
+# launch/preflight.py checks nodes and links, except with PREFLIGHT=0. Nodes that have passed within the hour are not
+# checked again: after a crash, delete preflight.json in the folder of the run first.
 set -euo pipefail
 # shellcheck source=launch/torchrun/settings.sh
 . "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
