@@ -27,10 +27,16 @@ def shard_groups(model: nn.Module, options: dict) -> None:
         head_options = options | {"reshard_after_forward": False}
         fully_shard([model.model.norm, model.lm_head], **head_options)
     fully_shard(model, **options)
+    prefetch_experts(model)
+
+
+def prefetch_experts(model: nn.Module) -> None:
+    """Start the all-gather of experts that are sharded apart before attention, not behind it.
+
+    Behind it the CPU waits for the sizes of an exchange.
+    """
     for block in model.model.layers.values():
         if isinstance(block.mlp, Mixture) and isinstance(block.mlp.experts, FSDPModule):
-            # Of shard_experts, where the CPU waits for the sizes of an exchange. So start the
-            # all-gather of the experts before attention.
             block.set_modules_to_forward_prefetch([block.mlp.experts])
 
 
