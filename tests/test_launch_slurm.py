@@ -94,7 +94,6 @@ def test_one_node_has_a_process_per_gpu_and_two_nodes_reach_the_losses_of_one_pr
         assert result.summary["world_size"] == 2
         assert result.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
         assert "[rank 0]: step" in result.out
-        assert "--cpus-per-task=4" in result.out  # all of the node
     assert rank_logs(one) == ["node-0", "node-0"]  # of 3 GPUs, of which --exclusive gives all
     assert rank_logs(many) == ["node-0", "node-1"]
     assert many.summary["script"] == FSDP
@@ -265,7 +264,7 @@ def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
     (cluster.repository / "fails_early.py").write_text(FAILS_EARLY, encoding="utf-8")
     words = ["--nodes=2", SHARED, TRAIN]
     early = cluster.submit(*words, PROCS_PER_NODE="1", SCRIPT="fails_early.py")
-    words = ["--gpus-per-node=2", SHARED, TRAIN, "--lr", "-1"]
+    words = ["--gpus-per-node=2", TRAIN, "--lr", "-1"]  # not SHARED: alone on its node
     failed = Run(cluster, cluster.submit(*words, PROCS_PER_NODE="1"))
     endless = ["--model", "tiny.json", "--steps", 10**6, "--save-every", 50]
     words = ["--array=8-9", SHARED, TRAIN, *endless]
@@ -279,6 +278,7 @@ def test_a_failing_and_a_cancelled_run_are_not_started_again(cluster):
     stopped.ends("COMPLETED", restarts=0)
     failed.ends("FAILED", restarts=0)
     assert "error: argument --lr" in failed.log
+    assert "--cpus-per-task=4" in failed.log  # all of the node
     Run(cluster, early).ends("FAILED", restarts=0)
     assert cluster.show(early)["ExitCode"] == "75:0"
     assert "--device=cuda" in failed.log  # GPUs that Slurm gave and torch does not see are an error

@@ -4,12 +4,13 @@
 #     NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/torchrun/multi_node.sh --run-dir /shared/run --save-every 100 --resume
 #
 # MASTER_ADDR is node 0. The nodes meet there, on port MASTER_PORT (29500): two jobs need two ports. Node 0 has rank 0.
-# Flags go to the training script, SCRIPT. --run-dir is on storage that all nodes see. A lost node or link ends the job
-# on every node with an error, soon after COLLECTIVE_TIMEOUT_SECONDS. When all have ended, the same commands go on from
-# the newest checkpoint. NPROC_PER_NODE is the number of processes per node: its GPUs, unless you set it. settings.sh has what your
-# site may have to change. The exit code is 75 if the ranks were told to stop and have saved. Before the training,
-# launch/preflight.py checks nodes and links, except with PREFLIGHT=0. Nodes that have passed within the hour are not
-# checked again: after a crash, delete preflight.json in the folder of the run first.
+# Flags go to the training script, SCRIPT. --run-dir is on storage that all nodes see. NPROC_PER_NODE is the number of
+# processes per node: its GPUs, unless you set it. settings.sh has what your site may have to change.
+#
+# A lost node or link ends the job on every node with an error, soon after COLLECTIVE_TIMEOUT_SECONDS. When all have
+# ended, the same commands go on from the newest checkpoint. The exit code is 75 if the ranks were told to stop and have
+# saved. Before the training, launch/preflight.py checks nodes and links, except with PREFLIGHT=0. Nodes that have
+# passed within the hour are not checked again: after a crash, delete preflight.json in the folder of the run first.
 set -euo pipefail
 # shellcheck source=launch/torchrun/settings.sh
 . "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
