@@ -11,9 +11,9 @@ SMALL = ("--steps", 4, "--seq-len", 8, "--json", "summary.json")
     ("rank", "step", "moment", "last_common_step", "caught_up"),
     [
         # one survivor has made the update of step 2, and the other one makes it later
-        (0, 2, "vote", 2, [1]),
+        pytest.param(0, 2, "vote", 2, [1], marks=pytest.mark.full),
         # nobody can make the update of step 3, and it is repeated
-        pytest.param(2, 3, "all-reduce", 2, [], marks=pytest.mark.full),
+        pytest.param(2, 3, "all-reduce", 2, [], marks=pytest.mark.long),
     ],
 )
 def test_the_survivors_go_on(tmp_path, rank, step, moment, last_common_step, caught_up):

@@ -188,6 +188,7 @@ def test_packed_chats_are_trained_as_padded_ones_and_resumed_on_three_ranks(tmp_
     assert_refused(train(SCRIPT, tmp_path, *other, code=2), "--balance-loss 0.3")
 
 
+@pytest.mark.full
 def test_adapters_of_attention_open_with_peft(tmp_path, model):
     """Experts and router are frozen. The balance loss trains the adapters, too."""
     peft = pytest.importorskip("peft")

@@ -95,7 +95,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
     "nproc",
     [
         pytest.param(None, id="2-ranks"),  # it starts two ranks itself
-        pytest.param(4, marks=pytest.mark.full, id="7-experts-on-4-ranks"),
+        pytest.param(4, marks=pytest.mark.long, id="7-experts-on-4-ranks"),
     ],
 )
 def test_experts_of_several_ranks_train_as_on_one_process(tmp_path, nproc):

@@ -251,7 +251,7 @@ print(task.num_nodes, resources.use_spot, *recovery, *task.volumes)
 """
 
 
-@pytest.mark.launch
+@pytest.mark.long  # pip installs SkyPilot
 def test_skypilot_reads_its_file(tmp_path):
     """Read by SkyPilot itself, which needs half a gigabyte of its own. A wrong key is an error."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=300)
