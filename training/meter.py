@@ -24,14 +24,7 @@ from common import files, output, report
 from common.exits import STOP_FILE, UserError, writing
 from common.hardware import device_name
 from common.progress import print_line
-from common.runtime import (
-    all_gather,
-    full_tensor,
-    is_rank0,
-    on_rank0,
-    ranks,
-    synchronize,
-)
+from common.runtime import all_gather, full_tensor, is_rank0, on_rank0, ranks, synchronize
 from training import run_folder, trackers
 from training.run_folder import read_records
 

@@ -28,6 +28,12 @@ class Host:
     def cable(self, state: str) -> None:
         ip("-n", self.name, "link", "set", "eth0", state)
 
+    def connect(self) -> None:
+        """Give the end of the cable the host's address."""
+        ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "eth0")
+        ip("-n", self.name, "link", "set", "lo", "up")
+        self.cable("up")
+
     def slow_down(self, mbit: int) -> None:
         """Let so many Mbit a second out of the cable."""
         limit = ["rate", f"{mbit}mbit", "burst", "64kb", "limit", "64mb"]
@@ -52,9 +58,7 @@ def two_hosts():
             peer = ("type", "veth", "peer", "name", "eth0", "netns", hosts[1].name)
             ip("link", "add", "eth0", "netns", hosts[0].name, *peer)
             for host in hosts:
-                ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
-                ip("-n", host.name, "link", "set", "lo", "up")
-                host.cable("up")
+                host.connect()
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces need root: {error.stderr.strip()}")
         yield hosts
@@ -82,9 +86,7 @@ def hosts_on_a_switch(count: int):
                 peer = ("type", "veth", "peer", "name", f"port{i}", "netns", switch)
                 ip("link", "add", "eth0", "netns", host.name, *peer)
                 ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
-                ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
-                ip("-n", host.name, "link", "set", "lo", "up")
-                host.cable("up")
+                host.connect()
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces need root: {error.stderr.strip()}")
         yield hosts
