@@ -139,7 +139,7 @@ def main():
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     if GLOBAL_BATCH % world_size != 0:
-        parser.error(f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks: change it")
+        parser.error(f"{GLOBAL_BATCH=} has no equal shares on {world_size} ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster

@@ -141,7 +141,7 @@ def main():
     tensor_size = 2 if world_size % 2 == 0 else 1  # YOURS: ranks that share a block, on one node
     groups = world_size // tensor_size
     if GLOBAL_BATCH % groups != 0:
-        parser.error(f"{GLOBAL_BATCH=} is not divisible by {groups} groups of ranks: change it")
+        parser.error(f"{GLOBAL_BATCH=} has no equal shares on {world_size} ranks: change it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")  # "high" allows TF32, which is faster

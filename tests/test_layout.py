@@ -31,7 +31,7 @@ PLANNER_MAY_IMPORT = (
 NEIGHBOURS = [  # (script, next script, how many lines of code diff may mark)
     ("04_amp/minimal.py", "05_ddp/minimal.py", 35),
     ("05_ddp/minimal.py", "06_fsdp_zero/minimal.py", 35),
-    ("06_fsdp_zero/minimal.py", "08_model_parallel/minimal.py", 37),
+    ("06_fsdp_zero/minimal.py", "08_model_parallel/minimal.py", 35),
     ("05_ddp/resumable.py", "06_fsdp_zero/resumable.py", 40),
 ]
 COPIED = {before for before, _, _ in NEIGHBOURS} | {after for _, after, _ in NEIGHBOURS}
