@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common import cli, exits, files, report, runtime
-from lm import balance, data, lora, model, reference, shapes, stdlib_text
+from lm import balance, data, exchange, lora, model, reference, shapes, stdlib_text
 from lm.chats import (
     Chat,
     Conversation,
@@ -212,21 +212,8 @@ def choose_adapters(args) -> None:
 
 def check_expert_ranks(args, config: shapes.Config) -> None:
     """Raise UserError if --ep ranks cannot share the experts."""
-    if args.ep == 1:
-        return
-    if config.experts is None:
-        raise exits.UserError(f"--ep {args.ep}: --model {args.model} has no experts: leave it out")
-    world_size = runtime.ranks().world_size
-    parts = {
-        f"{config.experts.num_experts} experts of a layer": config.experts.num_experts,
-        f"{world_size} ranks": world_size,
-    }
-    for what, number in parts.items():
-        if number % args.ep != 0:
-            raise exits.UserError(
-                f"--ep {args.ep} does not divide the {what}: use --ep {math.gcd(args.ep, number)}"
-            )
-    if args.compile:
+    exchange.check_ranks(args.ep, args.model, config, runtime.ranks().world_size)
+    if args.ep > 1 and args.compile:
         raise exits.UserError(
             f"--compile: torch.compile cannot trace the exchange of --ep {args.ep}: use "
             "--no-compile"

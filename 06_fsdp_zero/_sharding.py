@@ -1,7 +1,6 @@
 """Shard a model as train_fsdp.py does, and count the bytes that a rank holds and sends."""
 
 import math
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common import runtime
 from common.runtime import held_bytes
@@ -60,25 +58,6 @@ def shard_experts(model: nn.Module, expert_ranks: int, options: dict) -> None:
         # divides by the other ranks only. It should be divided by all, so 1 / expert ranks is left.
         experts.gradient_factor = 1 / expert_ranks
         fully_shard(experts, **options | {"mesh": mesh["shard"]})
-
-
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip gradients by their norm over all ranks, and return the norm.
-
-    torch takes the norm of gradients on one mesh. Experts may be on a mesh of their own.
-    """
-    parameters_of_mesh = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameters_of_mesh.setdefault(parameter.device_mesh, []).append(parameter)
-    norms = []
-    for group in parameters_of_mesh.values():
-        gradients = [parameter.grad for parameter in group]
-        norms.append(runtime.full_tensor(get_total_norm(gradients)))
-    norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
-    for group in parameters_of_mesh.values():
-        clip_grads_with_norm_(group, max_norm, norm)
-    return norm
 
 
 def bytes_of_training(weights: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -48,7 +48,7 @@ from common import exits  # before torch: it says what to do without it
 import _finetune
 import torch
 import torch.distributed as dist
-from _sharding import bytes_of_training, clip_grad_norm, shard_experts, shard_groups
+from _sharding import bytes_of_training, shard_experts, shard_groups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -348,7 +348,7 @@ def main() -> int:
                     loss = loss + expert_balance.loss() / batches.accumulation_steps
             loss.backward()
             step_loss += loss.detach()
-        grad_norm = clip_grad_norm(model.parameters(), args.clip_norm)
+        grad_norm = optim.clip_grad_norm(model.parameters(), args.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()

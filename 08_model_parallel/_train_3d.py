@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import report, runtime
 from common.exits import UserError
 from common.report import table
-from lm import weights
+from lm import exchange, weights
 from lm.shapes import Config
 from lm.stages import STAGES_PER_RANK
 from training.batches import Batches
@@ -126,25 +126,11 @@ def check_layout(args, config: Config, batches: Batches, world_size: int) -> Non
 
 def check_experts(args, config: Config, world_size: int) -> None:
     """Raise UserError if the experts cannot be shared as the flags say."""
-    model = f"--model {args.model}"
+    exchange.check_ranks(args.ep, args.model, config, world_size // args.replicate)
     if config.experts is None:
-        if args.ep > 1:
-            raise UserError(f"--ep {args.ep}: {model} has no experts: leave it out")
         return
     if args.pp > 1:
-        raise UserError(f"--pp {args.pp}: {model} has experts: use --pp 1, and --ep")
-    experts = config.experts.num_experts
-    if experts % args.ep != 0:
-        raise UserError(
-            f"--ep {args.ep} does not divide the {experts} experts of a layer of {model}: "
-            f"use --ep {math.gcd(args.ep, experts)}"
-        )
-    ranks_of_copy = world_size // args.replicate
-    if ranks_of_copy % args.ep != 0:
-        raise UserError(
-            f"--ep {args.ep} does not divide the {ranks_of_copy} ranks of a copy of the model: "
-            f"use --ep {math.gcd(args.ep, ranks_of_copy)}"
-        )
+        raise UserError(f"--pp {args.pp}: --model {args.model} has experts: use --pp 1, and --ep")
     if args.compile and max(args.ep, args.tp) > 1:
         raise UserError(
             f"--compile with --ep {args.ep} --tp {args.tp}: torch.compile cannot trace experts "

@@ -66,7 +66,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common import cli, hardware, report, runtime
 from common.torch_versions import all_gather_with_backward
@@ -558,31 +557,6 @@ class Pipeline:
         return torch.zeros((), device=targets.device)
 
 
-def clip_grad_norm(model, max_norm: float, mesh: DeviceMesh) -> Tensor:
-    """Clip the gradients of all stages by their common norm, and return the norm.
-
-    If each stage clipped by its own norm, the stages would scale their gradients by different
-    factors. So would ranks that clip by the norm of their own experts.
-    """
-    # torch takes the norm of gradients on one mesh. Experts are on a mesh of their own.
-    parameters_of_mesh = {}
-    for parameter in model.parameters():
-        parameters_of_mesh.setdefault(parameter.device_mesh, []).append(parameter)
-    norms = []
-    for parameters in parameters_of_mesh.values():
-        gradients = [parameter.grad for parameter in parameters]
-        # over tensor ranks, expert ranks and shards, each gradient once
-        norms.append(runtime.full_tensor(get_total_norm(gradients)))
-    norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
-    if "pipeline" in mesh.mesh_dim_names:
-        squared_norm = norm**2
-        dist.all_reduce(squared_norm, group=mesh.get_group("pipeline"))
-        norm = squared_norm.sqrt()
-    for parameters in parameters_of_mesh.values():
-        clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
-
-
 # --- the training
 
 
@@ -763,7 +737,9 @@ def main() -> int:
                 loss.backward()
                 step_loss += loss.detach()
 
-        grad_norm = clip_grad_norm(model, args.clip_norm, mesh)
+        grad_norm = optim.clip_grad_norm(
+            model.parameters(), args.clip_norm, stages=pipeline.group if pipeline else None
+        )
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         scheduler.step()

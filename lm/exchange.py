@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from common.exits import UserError
 from common.torch_versions import all_to_all_with_backward
+from lm.shapes import Config
 
 
 class Exchange(NamedTuple):
@@ -92,6 +94,32 @@ def run_experts(
     if sent < len(rows):
         outputs = F.pad(outputs, (0, 0, 0, len(rows) - sent))
     return outputs
+
+
+def check_ranks(expert_ranks: int, model: str, config: Config, ranks: int) -> None:
+    """Raise UserError if ranks cannot share the experts of a model.
+
+    Args:
+        expert_ranks: --ep, how many ranks share the experts of a layer.
+        model: --model.
+        config: Its shape.
+        ranks: How many ranks hold a copy of the model.
+    """
+    if config.experts is None:
+        if expert_ranks > 1:
+            raise UserError(f"--ep {expert_ranks}: --model {model} has no experts: leave it out")
+        return
+    experts = config.experts.num_experts
+    if experts % expert_ranks != 0:
+        raise UserError(
+            f"--ep {expert_ranks} does not divide the {experts} experts of a layer of --model "
+            f"{model}: use --ep {math.gcd(expert_ranks, experts)}"
+        )
+    if ranks % expert_ranks != 0:
+        raise UserError(
+            f"--ep {expert_ranks} does not divide the {ranks} ranks of a copy of the model: use "
+            f"--ep {math.gcd(expert_ranks, ranks)}"
+        )
 
 
 def shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:

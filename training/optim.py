@@ -1,11 +1,15 @@
-"""The optimizer of the training scripts, AdamW, and its learning-rate schedule."""
+"""The optimizer of the training scripts, AdamW, its schedule, and clipping on several meshes."""
 
 import math
+from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+
+from common.runtime import full_tensor
 
 
 def adamw(
@@ -69,3 +73,38 @@ def lr_factor(step: int, schedule: str, warmup_steps: int, steps: int) -> float:
     if schedule == "linear":
         return 1.0 - done
     return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    stages: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Clip gradients by their norm over all ranks, and return the norm.
+
+    torch takes the norm of gradients on one mesh. Experts may be on a mesh of their own. If ranks
+    clipped by the norm of their own experts, or stages by their own norm, they would scale their
+    gradients by different factors.
+
+    Args:
+        parameters: DTensors, on one mesh or on several.
+        max_norm: The largest norm.
+        stages: The ranks that have the other stages of a pipeline.
+    """
+    parameters_of_mesh: dict = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameters_of_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    norms = []
+    for group in parameters_of_mesh.values():
+        gradients = [parameter.grad for parameter in group]
+        # over tensor ranks, expert ranks and shards, each gradient once
+        norms.append(full_tensor(nn.utils.get_total_norm(gradients)))
+    norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
+    if stages is not None:
+        squared_norm = norm**2
+        dist.all_reduce(squared_norm, group=stages)
+        norm = squared_norm.sqrt()
+    for group in parameters_of_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
