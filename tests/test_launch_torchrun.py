@@ -220,6 +220,26 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
     assert summary["weights_sha256"] == pair.summary["weights_sha256"]
 
 
+@pytest.mark.parametrize(
+    ("script", "nodes"),
+    [("multi_node.sh", "2"), pytest.param("elastic.sh", "2:2", marks=pytest.mark.long)],
+)
+def test_files_in_the_folder_of_the_run_save_and_stop_it_on_two_nodes(job, script, nodes):
+    env = {"NNODES": nodes, "SCRIPT": str(ROOT / "05_ddp/train.py")}
+    both = [job.start(script, i, "--steps=100000", "--save-every=0", **env) for i in (0, 1)]
+    run_folder = job.folder / "run"
+    assert holds(both[0], lambda: steps_logged(job.folder) > 2)
+    (run_folder / "save").touch()
+    assert holds(both[0], lambda: list(run_folder.glob("step-*[0-9]")))
+    (run_folder / "stop").touch()
+    for result in map(ended, both):
+        assert result.code == 0, result.err
+    summary = Result(0, "", "", job.folder).summary
+    assert summary["world_size"] == 2
+    saved, stopped = sorted(path.name for path in run_folder.glob("step-*[0-9]"))
+    assert saved < stopped == f"step-{summary['steps']:08d}"
+
+
 def test_inference_on_one_node(tmp_path):
     (tmp_path / "prompts.txt").write_text("for\nimport os\n", encoding="utf-8")
     asked = [
