@@ -85,7 +85,7 @@ def test_a_dry_run_is_what_the_ranks_measure(tmp_path, n, shape, flags):
         assert row == expected_row
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_what_others_have_published(tmp_path):
     """Llama 3 8B on 8 H100s, with one sequence of 8,192 tokens per rank.
 

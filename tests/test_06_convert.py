@@ -440,7 +440,7 @@ def test_a_damaged_step_of_a_run_is_refused(tmp_path):
     convert(tmp_path, "run/step-00000001", "to", "--to", "hf")  # the one before is whole
 
 
-@slow
+@pytest.mark.long
 def test_memory_is_that_of_a_file_and_not_of_the_model(tmp_path):
     """Half a GiB, against the same with a small model: what the libraries take."""
     peak = {}

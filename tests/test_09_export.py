@@ -66,7 +66,7 @@ def test_onnx_and_gguf(tmp_path, model):
     assert rows["q8_0"]["file_bytes"] < rows["f16"]["file_bytes"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 @needs_compiler
 def test_a_package(tmp_path, model):
     rows = rows_of(tmp_path, model, "--forms", "aoti")

@@ -60,7 +60,7 @@ def test_the_fixes_bring_trainer_and_server_together(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.full
+@pytest.mark.long
 def test_compiled_rows_are_as_near_as_eager_ones(tmp_path):
     rows = finish(tmp_path)
     assert {"trainer, autocast, compiled", "server, decode, compiled"} <= set(rows)

@@ -120,7 +120,7 @@ def test_loading_takes_one_chunk_and_one_matrix_beside_the_weights(tmp_path):
     assert beside < unquantized / 4
 
 
-@pytest.mark.full
+@pytest.mark.long
 @needs_compiler
 def test_the_compiled_step_gives_the_same_tokens(tmp_path, models):
     shared = ["--model", models / "wide", "--weights", "int4", "--dtype", "fp32"]

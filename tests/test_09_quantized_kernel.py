@@ -37,7 +37,7 @@ def test_the_kernel_multiplies_as_the_dequantized_matrix():
 
 
 @needs_triton
-@pytest.mark.full
+@pytest.mark.long
 def test_a_model_answers_with_the_kernel(tmp_path):
     """Biases and fused projections: the script compares logits with the dequantized weights."""
     write_folder(tmp_path / "model", config_of(WITH_BIASES), scale=4)

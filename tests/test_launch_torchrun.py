@@ -286,6 +286,7 @@ def test_hosts_with_a_disk_each_are_refused(job):
     assert not before - after
 
 
+@pytest.mark.long
 def test_elastic(job, alone):
     """One restart is allowed and one rank fails: the nodes that come and go may not count."""
     env = {"NNODES": "1:2", "MAX_RESTARTS": "1", "HEARTBEAT_SECONDS": "2", "LAST_CALL_SECONDS": "5"}
@@ -307,6 +308,7 @@ def test_elastic(job, alone):
     assert assert_undisturbed(job, alone)["world_size"] == 2
 
 
+@pytest.mark.long
 @needs_gcc
 def test_no_node_trains_in_a_group_smaller_than_min(job):
     """The node whose clock is ahead takes the other for dead."""
