@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +47,8 @@ from training.meter import read_records
 
 STEPS, SAVE_EVERY = 48, 4
 NUMBERS = (1, 1, 2, 2, 3)  # of processes: a fault draws one of them
-SCRIPTS = dict.fromkeys((*SEVERAL, "06_fsdp_zero/train_zero.py"), (NUMBERS, ()))
+DEEPSPEED = "06_fsdp_zero/train_zero.py"  # has no --async-save
+SCRIPTS = dict.fromkeys((*SEVERAL, DEEPSPEED), (NUMBERS, ()))
 SCRIPTS["08_model_parallel/train_3d.py"] = ((4,), ("--tp", 2, "--pp", 2, "--micro-batch-size", 3))
 FLAGS = ("--steps", STEPS, "--save-every", SAVE_EVERY, "--deterministic", "--resume")
 # a run that has not reached the fault's step by then, or has not ended that long after it
@@ -235,6 +236,8 @@ def main() -> int:
         print(f"left out: disk full (mounting a small file system needs root: {error})")
     numbers, flags = SCRIPTS[args.script]
     faults = [draw(args.seed, number, kinds, numbers) for number in range(args.faults)]
+    if args.script == DEEPSPEED:
+        faults = [replace(fault, async_save=False) for fault in faults]
     worlds = sorted({fault.world_size for fault in faults})
     bad = 0
 
