@@ -6,8 +6,8 @@
 # make test    what protects a user: scripts and launch files, run as users run them, without a GPU
 # make test-all    the same, and launch files for real (root), more ways to shard, a real model:
 #                  25 minutes in all
-# make test-long   hours: the fault campaign, planted faults, every lesson bare under 1, 2 and 3
-#                  processes, and all that repeats what make test-all shows
+# make test-long   the fault campaign, planted faults, every lesson bare under 1, 2 and 3 processes,
+#                  elastic.sh, and all that repeats what make test-all shows: two and a half hours
 # make test-nogpu  the CUDA paths of all lessons, on GPUs that are not there: fifteen minutes,
 #                  650 MB of downloads once
 # make model   models/smollm2-135m, a small pretrained model as a Hugging Face folder, from a
@@ -56,7 +56,8 @@ test-all: $(VENV)/ready
 		-m "not gpu and not long and not nogpu"
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long and not launch"
+	$(BIN)/python -m pytest -m "long and launch"  # as root
 	$(BIN)/python tests/mutations.py
 
 # nogpu/setup.sh is called by the tests: where it cannot do its work they are skipped, with its reason

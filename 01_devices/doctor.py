@@ -340,6 +340,8 @@ def check_port() -> Check:
     """Check that rank 0 can listen on the port at which the ranks meet."""
     # older versions of torchrun take 29500 without --standalone and --rdzv-endpoint
     port = os.environ.get("MASTER_PORT", "29500")
+    if torch.distributed.is_torchelastic_launched():
+        return Check("port", "skip", f"torchrun listens at {port}", "")
     taken = False
     if port.isdecimal() and int(port) < 65536:
         with socket.socket() as probe:
