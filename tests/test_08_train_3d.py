@@ -170,7 +170,6 @@ COMPILED = {  # ranks, model, flags
     "tensor, stages": (4, "untied", (*TP, *PP, *HALF)),
     "tensor, contexts": (4, "tied", (*TP, *CP)),
 }
-SELDOM_COMPILED = [layout for layout in COMPILED if layout != "tensor, untied"]
 
 
 def check_compiled_gradients(folder: Path, layout: str, script: str | Path) -> None:
@@ -190,14 +189,15 @@ def check_compiled_gradients(folder: Path, layout: str, script: str | Path) -> N
         torch.testing.assert_close(compiled[name], gradient, rtol=0, atol=1e-5 * largest)
 
 
+@pytest.mark.long
 @needs_compiler
-@pytest.mark.parametrize("layout", [in_full("tensor, untied"), *map(in_long, SELDOM_COMPILED)])
+@pytest.mark.parametrize("layout", COMPILED)
 def test_compiled_gradients_are_those_of_eager(tmp_path, layout):
     check_compiled_gradients(tmp_path, layout, SCRIPT)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["stages", "context"])
+@pytest.mark.parametrize("layout", ["tensor, untied", "stages", "context"])
 def test_gradients_of_graphs_are_those_of_eager(tmp_path, layout):
     """The graphs that torch.compile makes, without the minutes of a compiler."""
     check_compiled_gradients(tmp_path, layout, with_prelude(SCRIPT, tmp_path, NO_COMPILER))

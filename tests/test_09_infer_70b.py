@@ -172,7 +172,7 @@ def test_bytes_that_were_not_planned_fail(tmp_path, reference, fault):
     assert "bytes of weights" in result.err, result
 
 
-@pytest.mark.full
+@pytest.mark.long
 @needs_compiler
 def test_compiled_on_two_ranks(tmp_path, reference):
     folder, expected = reference("even")

@@ -207,6 +207,7 @@ def test_a_wrong_version_fails_its_own_check(tmp_path, models, fault):
 
 
 @pytest.mark.real_model
+@pytest.mark.long
 def test_the_real_model_answers_as_transformers_has_it(tmp_path, smollm2):
     summary = finish(tmp_path, "--model", smollm2, "--chat")
     assert summary["rows"][0]["token_ids"] == answers_of_transformers(smollm2, PROMPTS, 8)

@@ -117,6 +117,7 @@ def adapters(smollm2, tmp_path_factory) -> Path:
     return where
 
 
+@pytest.mark.long
 def test_lora_teaches_a_way_to_answer(adapters):
     summary = json.loads((adapters / "summary.json").read_text(encoding="utf-8"))
     (row,) = summary["rows"]
