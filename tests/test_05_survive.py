@@ -1,7 +1,7 @@
 """05_ddp/survive.py: two ranks go on when the third is killed. The script compares the losses."""
 
 import pytest
-from support.harness import assert_refused, run
+from support.harness import assert_refused, in_full, in_long, run
 
 SCRIPT = "05_ddp/survive.py"
 SMALL = ("--steps", 4, "--seq-len", 8, "--json", "summary.json")
@@ -11,9 +11,9 @@ SMALL = ("--steps", 4, "--seq-len", 8, "--json", "summary.json")
     ("rank", "step", "moment", "last_common_step", "caught_up"),
     [
         # one survivor has made the update of step 2, and the other one makes it later
-        pytest.param(0, 2, "vote", 2, [1], marks=pytest.mark.full),
+        in_full(0, 2, "vote", 2, [1]),
         # nobody can make the update of step 3, and it is repeated
-        pytest.param(2, 3, "all-reduce", 2, [], marks=pytest.mark.long),
+        in_long(2, 3, "all-reduce", 2, []),
     ],
 )
 def test_the_survivors_go_on(tmp_path, rank, step, moment, last_common_step, caught_up):

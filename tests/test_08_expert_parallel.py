@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chapter import load
-from support.harness import TINY, assert_refused, config_of, run
+from support.harness import TINY, assert_refused, config_of, in_long, run
 
 SCRIPT = "08_model_parallel/expert_parallel.py"
 SHAPE = {
@@ -95,7 +95,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
     "nproc",
     [
         pytest.param(None, id="2-ranks"),  # it starts two ranks itself
-        pytest.param(4, marks=pytest.mark.long, id="7-experts-on-4-ranks"),
+        in_long(4, id="7-experts-on-4-ranks"),
     ],
 )
 def test_experts_of_several_ranks_train_as_on_one_process(tmp_path, nproc):

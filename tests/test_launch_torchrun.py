@@ -17,6 +17,7 @@ from support.harness import (
     error_lines,
     finish,
     holds,
+    in_long,
     kill_all,
     launch,
     run,
@@ -222,7 +223,7 @@ def test_two_nodes_whose_link_is_cut_and_that_resume_with_clocks_apart(job, alon
 
 @pytest.mark.parametrize(
     ("script", "nodes"),
-    [("multi_node.sh", "2"), pytest.param("elastic.sh", "2:2", marks=pytest.mark.long)],
+    [("multi_node.sh", "2"), in_long("elastic.sh", "2:2")],
 )
 def test_files_in_the_folder_of_the_run_save_and_stop_it_on_two_nodes(job, script, nodes):
     env = {"NNODES": nodes, "SCRIPT": str(ROOT / "05_ddp/train.py")}
